@@ -97,16 +97,18 @@ def engine(value: Any) -> Engine:
     return value
 
 
-def encoder(engine_id: Any, url: Any) -> RegisteredEncoder:
-    """An engine's id and the URL of its API server, as daemons accept them."""
+def encoder(engine_id: Any, url: Any, active: Any) -> RegisteredEncoder:
+    """An engine's id, the URL of its API server and its load, as daemons accept them."""
     try:
-        made = RegisteredEncoder.of(pb.Encoder(engine=engine_id, url=checked_url(url)))
+        said = pb.Encoder(engine=engine_id, url=checked_url(url), active=active)
+        made = RegisteredEncoder.of(said)
     except (AttributeError, TypeError, ValueError):
         made = None
     if made is None:
         raise InvalidArgument(
-            f"an encoder has an engine's id and a URL such as http://10.0.0.1:8000, of at most "
-            f"{MAX_URL_BYTES} bytes and without user, query and fragment"
+            f"an encoder has an engine's id, a URL such as http://10.0.0.1:8000, of at most "
+            f"{MAX_URL_BYTES} bytes and without user, query and fragment, and active requests of 0 "
+            "or more"
         )
     return made
 

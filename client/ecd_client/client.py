@@ -109,9 +109,9 @@ class Client:
         arguments.engine(engine)
         self._connection.describe(engine, on_apart)
 
-    def register(self, engine: str, url: str) -> None:
-        """Register an engine's API server as an encoder, until `close`. Raises InvalidArgument."""
-        self._connection.register(arguments.encoder(engine, url))
+    def register(self, engine: str, url: str, active: int = 0) -> None:
+        """Register an encoder's API server and its load, until `close`. Raises InvalidArgument."""
+        self._connection.register(arguments.encoder(engine, url, active))
 
     def encoders(self, *, namespace: str | None = None) -> list[RegisteredEncoder]:
         """The encoders that are registered here and on other nodes. Raises EcdError."""

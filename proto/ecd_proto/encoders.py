@@ -53,6 +53,8 @@ class RegisteredEncoder:
     age_s: float = 0.0
     node: str = ""
     """The host:port of its daemon's Peer service; empty: the daemon that answers."""
+    active: int = 0
+    """Requests with pictures that it serves, as of some seconds ago."""
 
     @classmethod
     def of(cls, message: pb.Encoder) -> RegisteredEncoder | None:
@@ -72,7 +74,8 @@ class RegisteredEncoder:
         except ValueError:
             return None
         age_s = age_s if isfinite(age_s) and age_s > 0.0 else 0.0
-        return cls(message.engine, url, namespace, message.loads, age_s, message.node)
+        about = namespace, message.loads, age_s, message.node, message.active
+        return cls(message.engine, url, *about)
 
     @property
     def message(self) -> pb.Encoder:

@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from ecd_client import Client, InvalidArgument
 from ecd_client.vllm.middleware import registered
 from ecd_client.vllm.middleware.encode_hop import NotEncoded
-from ecd_client.vllm.middleware.registered import Registered
+from ecd_client.vllm.middleware.registered import Registered, Registration, repeat
 from ecd_proto.encoders import MAX_ENCODERS
 from ecd_proto.engines import Engine
 from integration.test_encode_hop import GRID, count, encodes, hop_to, picture, waits
@@ -108,6 +108,7 @@ def test_operators_see_the_encoders_and_what_to_do_without_one(daemon: Daemon) -
             "namespace": NAMESPACE,
             "role": "ec_producer",
             "engine": ENCODER,
+            "active": 0,
         }
         assert second["role"] == "ec_both"
         shown = cli(daemon, "encoders").stdout
@@ -117,11 +118,29 @@ def test_operators_see_the_encoders_and_what_to_do_without_one(daemon: Daemon) -
     await_urls(daemon)
 
 
+def test_an_encoder_reports_its_load_and_registers_no_second_time(daemon: Daemon) -> None:
+    loads = iter((3, 3, 0))
+
+    def shown() -> list[int]:
+        return [each["active"] for each in as_json(daemon, "encoders")["encoders"]]
+
+    with encoder(daemon, "http://e:1") as server:
+        registration = Registration(server, ENCODER, "http://e:1", lambda: next(loads))
+        eventually(lambda: shown() == [0])
+        asyncio.run(registration.report())
+        eventually(lambda: shown() == [3])
+        asyncio.run(registration.report())
+        asyncio.run(registration.report())
+        eventually(lambda: shown() == [0])
+
+
 def test_a_wrong_registration_is_refused_where_it_is_made(daemon: Daemon) -> None:
     with Client(daemon.address) as client:
         for engine, url in (("", "http://e:1"), ("e", "e:1"), ("e", 1), ("e", "http://u@e:1")):
             with pytest.raises(InvalidArgument, match="such as http"):
                 client.register(engine, url)
+        with pytest.raises(InvalidArgument, match="active requests of 0 or more"):
+            client.register("e", "http://e:1", -1)
         with pytest.raises(InvalidArgument):
             client.encoders(namespace="\ud800")
 
@@ -247,7 +266,7 @@ def test_it_asks_again_and_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch
         async with hop_to(client, encodes) as (hop, [engine], [url]):
             hop.use([], 0.0)
             following = asyncio.ensure_future(
-                Registered(client, "own", lambda: NAMESPACE, hop).follow()
+                repeat(Registered(client, "own", lambda: NAMESPACE, hop).ask)
             )
             with encoder(daemon, url):
                 await eventually_async(lambda: hop._encoders._encoders)
@@ -272,7 +291,7 @@ def test_pictures_are_encoded_while_encoders_start_and_are_killed(
     async def run(client: Client, processes: contextlib.ExitStack) -> None:
         async with hop_to(client) as (hop, _, _):
             following = asyncio.ensure_future(
-                Registered(client, "own", lambda: NAMESPACE, hop).follow()
+                repeat(Registered(client, "own", lambda: NAMESPACE, hop).ask)
             )
             names = iter(range(200))
 
@@ -330,6 +349,7 @@ def test_a_daemon_that_is_too_old_is_named_once_and_is_sent_nothing(
 
     with encoder(daemon, "http://e:1") as server, Client(daemon.address) as client:
         asyncio.run(run(client))
+        server.register(ENCODER, "http://e:1", 1)
         assert server.contains(["k"]) == [False]
     assert len(caplog.records) == 2
     assert "is too old to register an encoder" in caplog.text

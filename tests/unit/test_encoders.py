@@ -207,7 +207,7 @@ def test_an_engine_sends_itself_nothing_and_those_that_prefill_only_without_othe
 )
 def test_an_encoder_of_another_form_is_none(wrong: dict[str, str]) -> None:
     right = {"engine": "e", "url": "http://e1:8000/path", "namespace": "n"}
-    said = RegisteredEncoder.of(pb.Encoder(**right, age_s=float("nan")))
-    assert said == RegisteredEncoder("e", "http://e1:8000/path", "n")
+    said = RegisteredEncoder.of(pb.Encoder(**right, age_s=float("nan"), active=7))
+    assert said == RegisteredEncoder("e", "http://e1:8000/path", "n", active=7)
     assert RegisteredEncoder.of(said.message) == said
     assert RegisteredEncoder.of(pb.Encoder(**{**right, **wrong})) is None

@@ -101,7 +101,7 @@ def _show(keys: list[str], found: Located) -> None:
 
 
 def encoders(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the encoders that have registered themselves, this node's first, and since when."""
+    """List the encoders that have registered themselves, this node's first, and their load."""
     options: Options = context.obj
     with errors.status("asking the daemon ..."):
         reply = options.call("Encoders", pb.EncodersRequest())
@@ -112,12 +112,13 @@ def encoders(context: typer.Context, as_json: AsJson = False) -> None:
     if not found:
         out.print(NO_ENCODERS, soft_wrap=True)
         return
-    table = tables.unframed("url", "node", "role", "namespace", "registered")
+    table = tables.unframed("url", "node", "role", "namespace", "requests", "registered")
     for each in found:
         node = f"{each['node']} (this one)" if each["own"] else each["node"]
         short = render.short_namespace(each["namespace"])
         age = f"{duration_text(each['age_s'])} ago"
-        table.add_row(*map(escape, (each["url"], node, each["role"], short, age)))
+        active = str(each["active"])
+        table.add_row(*map(escape, (each["url"], node, each["role"], short, active, age)))
     tables.show(out, table)
 
 
@@ -129,6 +130,7 @@ def _plain_encoder(encoder: pb.Encoder, own_node: str) -> dict[str, Any]:
         "namespace": encoder.namespace,
         "role": "ec_both" if encoder.loads else "ec_producer",
         "engine": encoder.engine,
+        "active": encoder.active,
         "age_s": round(encoder.age_s, 3),
     }
 

@@ -72,7 +72,7 @@ class Session:
         self.may_bring = bool(welcome.node) or welcome.has_disk
         """Whether the daemon may know of entries that are not in its memory."""
         self._takes_engine, self.takes_looks = welcome.takes_engine, welcome.takes_looks
-        self._takes_encoder = welcome.takes_encoder
+        self._takes_encoder, self._is_old = welcome.takes_encoder, False
         self._on_apart: Callable[[Engine], None] | None = None
         self.calls = calls
         self._stream, self._outbox = stream, outbox
@@ -347,7 +347,8 @@ class Session:
         """Tell the daemon where the engine's API server is reached, unless it is too old."""
         if self._takes_encoder:
             self._outbox.put(pb.SessionRequest(encoder=encoder.message))
-        else:
+        elif not self._is_old:
+            self._is_old = True
             logger.warning("the daemon is too old to register an encoder: upgrade it")
 
     def _engine_apart(self, status: pb.EngineStatus) -> None:

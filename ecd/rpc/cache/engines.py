@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ecd.base.clock import REAL, Clock
 from ecd.core.model.types import SessionId
@@ -41,7 +42,9 @@ class Engines:
         """Store where an engine's API server is reached. False: there are too many."""
         if session not in self._registered and len(self._registered) >= MAX_ENCODERS:
             return False
-        self._registered[session] = encoder.reached_at(self._host), self._clock.now_s()
+        known, now_s = encoder.reached_at(self._host), self._clock.now_s()
+        before, since_s = self._registered.get(session, (known, now_s))
+        self._registered[session] = known, since_s if before.url == known.url else now_s
         return True
 
     def encoders(self) -> list[RegisteredEncoder]:
@@ -49,8 +52,12 @@ class Engines:
         storing = {engine.id: engine for engine in self._by_session.values() if engine.stores}
         now_s = self._clock.now_s()
         return [
-            RegisteredEncoder(
-                engine.id, encoder.url, engine.namespace, engine.loads, now_s - since_s
+            replace(
+                encoder,
+                namespace=engine.namespace,
+                loads=engine.loads,
+                age_s=now_s - since_s,
+                node="",
             )
             for encoder, since_s in self._registered.values()
             if (engine := storing.get(encoder.engine)) is not None

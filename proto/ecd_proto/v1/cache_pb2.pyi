@@ -124,7 +124,7 @@ class SessionRequest(google.protobuf.message.Message):
 
     @property
     def encoder(self) -> global___Encoder:
-        """if Welcome.takes_encoder, with `engine` and `url` alone"""
+        """if Welcome.takes_encoder, with `engine`, `url` and `active`; again if it changes"""
 
     def __init__(
         self,
@@ -306,6 +306,7 @@ class Encoder(google.protobuf.message.Message):
     LOADS_FIELD_NUMBER: builtins.int
     AGE_S_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    ACTIVE_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """Engine.id"""
     url: builtins.str
@@ -317,6 +318,8 @@ class Encoder(google.protobuf.message.Message):
     """since it was registered"""
     node: builtins.str
     """host:port of its daemon's Peer service; empty: the daemon that answers"""
+    active: builtins.int
+    """requests with pictures that it serves"""
     def __init__(
         self,
         *,
@@ -326,8 +329,9 @@ class Encoder(google.protobuf.message.Message):
         loads: builtins.bool = ...,
         age_s: builtins.float = ...,
         node: builtins.str = ...,
+        active: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "engine", b"engine", "loads", b"loads", "namespace", b"namespace", "node", b"node", "url", b"url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active", b"active", "age_s", b"age_s", "engine", b"engine", "loads", b"loads", "namespace", b"namespace", "node", b"node", "url", b"url"]) -> None: ...
 
 global___Encoder = Encoder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
@@ -21,7 +21,7 @@ URL_VARIABLE = "ECD_ENCODER_URL"
 OFF = "off"
 """The value of the variable for a server that is not registered."""
 ASK_S = 1.0
-"""Pause between two questions for the encoders."""
+"""Pause between two questions for the encoders, and between two reports of this one's load."""
 
 
 def server_url(args: Any, environment: Mapping[str, str]) -> str | None:
@@ -46,6 +46,30 @@ def urls_of(encoders: Sequence[RegisteredEncoder], own_engine: str) -> list[str]
     return [each.url for each in encode_only or others]
 
 
+async def repeat(act: Callable[[], Awaitable[None]]) -> None:
+    """Act every ASK_S, until cancelled."""
+    never = asyncio.get_running_loop().create_future()
+    while True:
+        await act()
+        await asyncio.wait([never], timeout=ASK_S)
+
+
+class Registration:
+    """Registers this server as an encoder, with the number of requests that it serves."""
+
+    def __init__(self, client: Client, engine: str, url: str, active: Callable[[], int]) -> None:
+        """`active` counts them. Raises InvalidArgument."""
+        self._client, self._engine, self._url = client, engine, url
+        self._read_active, self._active = active, 0
+        client.register(engine, url)
+
+    async def report(self) -> None:
+        """Report the number if it has changed."""
+        if (active := self._read_active()) != self._active:
+            self._active = active
+            self._client.register(self._engine, self._url, active)
+
+
 class Registered:
     """Keeps the encoders of a hop those that are registered in the engine's namespace."""
 
@@ -57,13 +81,6 @@ class Registered:
         self._read_namespace = namespace
         self._namespace: str | None = None
         self._is_too_old = False
-
-    async def follow(self) -> None:
-        """Ask the daemon again and again, until cancelled."""
-        never = asyncio.get_running_loop().create_future()
-        while True:
-            await self.ask()
-            await asyncio.wait([never], timeout=ASK_S)
 
     async def ask(self) -> None:
         """Use the encoders that the daemon knows; while it does not answer, those from before."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -40,7 +40,13 @@ from ecd_client.vllm.middleware.asgi import (
 from ecd_client.vllm.middleware.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
 from ecd_client.vllm.middleware.images import IMAGE, Look
 from ecd_client.vllm.middleware.pictures import Pictures
-from ecd_client.vllm.middleware.registered import URL_VARIABLE, Registered, server_url
+from ecd_client.vllm.middleware.registered import (
+    URL_VARIABLE,
+    Registered,
+    Registration,
+    repeat,
+    server_url,
+)
 from ecd_client.vllm.middleware.rests import Rests
 
 if TYPE_CHECKING:
@@ -76,6 +82,15 @@ class ReuseMiddleware:
         if body is None or IMAGE.encode() not in body:
             await self._app(scope, again, send)
             return
+        reuse.active += 1
+        try:
+            await self._with_pictures(reuse, body, scope, receive, send)
+        finally:
+            reuse.active -= 1
+
+    async def _with_pictures(
+        self, reuse: Reuse, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         look = await reuse.pictures.look(body)
         if reuse.rests.are_resting(look.pictures, clock.now_s()):
             look.close()
@@ -224,12 +239,14 @@ class Reuse:
         if not self.only_encodes:
             self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
         engine = engine_id(config.instance_id)
-        self._registered: Registered | None = None
-        self._following: asyncio.Task[None] | None = None
+        self.active = 0
+        """Requests with pictures that are being served."""
+        self._repeated: list[Callable[[], Awaitable[None]]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         if self.hop is not None and _follows():
-            self._registered = Registered(client, engine, namespace.read, self.hop)
+            self._repeated.append(Registered(client, engine, namespace.read, self.hop).ask)
         if transfer.is_ec_producer:
-            _register(client, engine, state.args)
+            self._register(engine, state.args)
         self.pictures = Pictures(
             client,
             settings,
@@ -245,10 +262,20 @@ class Reuse:
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
         self.rests = Rests()
 
+    def _register(self, engine: str, args: Any) -> None:
+        """Register this server as an encoder, if others can reach it."""
+        try:
+            url = server_url(args, os.environ)
+            if url is not None:
+                registration = Registration(self._client, engine, url, lambda: self.active)
+                self._repeated.append(registration.report)
+                logger.info("ecd: this server registers as the encoder %s", url)
+        except ValueError as error:  # InvalidArgument, too
+            logger.error("ecd: this server is not registered: %s: %s", URL_VARIABLE, error)
+
     def start(self) -> None:
-        """Begin to follow the encoders that register themselves, if they are asked for."""
-        if self._registered is not None:
-            self._following = asyncio.create_task(self._registered.follow())
+        """Begin to follow encoders that register themselves, and to report as one of them."""
+        self._tasks = [asyncio.create_task(repeat(act)) for act in self._repeated]
 
     def connect(self) -> bool:
         """Wait for the daemon, so that the first requests find pictures; False: it is away."""
@@ -259,8 +286,8 @@ class Reuse:
         return True
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self.hop is not None:
             await self.hop.close()
         self._client.close()
@@ -338,17 +365,6 @@ def _hop(
 def _follows() -> bool:
     """Whether the environment names the encoders that register themselves."""
     return os.environ.get(VARIABLE, "").strip() == DIRECTORY
-
-
-def _register(client: Client, engine: str, args: Any) -> None:
-    """Register this server as an encoder, if others can reach it."""
-    try:
-        url = server_url(args, os.environ)
-        if url is not None:
-            client.register(engine, url)
-            logger.info("ecd: this server registers as the encoder %s", url)
-    except ValueError as error:  # InvalidArgument, too
-        logger.error("ecd: this server is not registered: %s is %s", URL_VARIABLE, error)
 
 
 def _keys(args: Any) -> list[str]:
