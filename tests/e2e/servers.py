@@ -96,11 +96,13 @@ class Server:
         log: Path,
         command: list[str],
         spares: Sequence[int] = (1, 1),
+        host: str = "127.0.0.1",
         **environ: str,
     ) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        command = [*command, "--host", host, "--port", f"{self.port}"]
         with log.open("wb") as out:
             environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environ}
             self._process = Fork(version, command, out, spares=spares, **environ)
@@ -233,6 +235,7 @@ def api_server(
     environ: Mapping[str, str] | None = None,
     kv: Path | None = None,
     processes: int = 1,
+    host: str = "127.0.0.1",
     **extra: object,
 ) -> Server:
     """With `counting` its log tells of each time that media are preprocessed, and encoded.
@@ -267,7 +270,7 @@ def api_server(
         }
         command += ["--kv-transfer-config", json.dumps(transfer), "--block-size", "32"]
     spares = processes, 1
-    return Server(version, log, [*command, *flags], spares, **(environ or {}))
+    return Server(version, log, [*command, *flags], spares, host, **(environ or {}))
 
 
 def proxy(
