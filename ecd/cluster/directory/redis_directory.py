@@ -7,19 +7,21 @@ restarts empty for example, are written again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from redis import AuthenticationError, BusyLoadingError, RedisError, ResponseError
-from redis.exceptions import RedisClusterException
+from redis import ResponseError
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.directory.redis_rows import (
+    ANSWERED,
     CLAIM,
+    DOWN,
     INCARNATION,
     LIVING,
     MAX_RECORD_BYTES,
@@ -64,10 +66,6 @@ MAX_LISTED = 128
 """Nodes of the cluster that are shown to operators, whether or not they were asked."""
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
-DOWN = (RedisError, RedisClusterException, OSError, asyncio.TimeoutError, RuntimeError)
-"""RuntimeError: uvloop's, of a connection that Redis closes while it is made."""
-ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)
-"""Errors that Redis itself has sent."""
 
 
 class RedisDirectory:
@@ -220,9 +218,9 @@ class RedisDirectory:
 
     async def _claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         pipeline = self._redis.pipeline(transaction=False)
+        own, ttl_ms = self._incarnation, 1000 * NODE_TTL_S
         for key, void in keys.items():
-            ttl_ms = 1000 * NODE_TTL_S
-            pipeline.eval(CLAIM, 1, self._names.claim(key), self._incarnation, void, ttl_ms)
+            pipeline.eval(CLAIM, 1, self._names.claim(key), own, void, ttl_ms)
         makers = {
             key: by.decode()
             for key, by in zip(keys, await execute(pipeline), strict=True)
@@ -271,8 +269,7 @@ class RedisDirectory:
         if len(self._unpublished) > MAX_UNPUBLISHED:
             self._unpublished.clear()  # rows of evicted entries expire; until then they cost a miss
             self._sweeping = EntryId(0)
-        if self._oldest_s is None:
-            self._oldest_s = self._clock.now_s()
+        self._oldest_s = self._clock.now_s() if self._oldest_s is None else self._oldest_s
         self._note_lag()
         self._changed.set()
 
@@ -285,7 +282,9 @@ class RedisDirectory:
                     await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
                 self._worked()
-                await _event(self._changed, self._beat_s - self._clock.now_s())
+                left_s = max(self._beat_s - self._clock.now_s(), 0.0)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(left_s, self._changed.wait())
             except Exception as error:
                 self._failed(error, is_write=True)
                 await self._clock.sleep(self._pause_s)
@@ -399,11 +398,3 @@ class RedisDirectory:
 
 def _fresh(cached: dict[str, tuple[Any, float]], now_s: float) -> dict[str, tuple[Any, float]]:
     return {name: (value, until_s) for name, (value, until_s) in cached.items() if now_s < until_s}
-
-
-async def _event(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for the event, or until the time is over."""
-    try:
-        await within(max(timeout_s, 0.0), event.wait())
-    except asyncio.TimeoutError:
-        return

@@ -22,19 +22,26 @@ no value of unknown size is read whole.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 from typing import Any
 
+from redis import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import RedisClusterException
 
 from ecd.base.wire import TOLD_METADATA_BYTES, told_metadata
 from ecd.cluster.directory.directory import Candidate
 from ecd.core.model.types import EntryInfo, Extent, Key
 from ecd_proto.contract import NODE_PATTERN, Hint
 
+DOWN = (RedisError, RedisClusterException, OSError, asyncio.TimeoutError, RuntimeError)
+"""RuntimeError: uvloop's, of a connection that Redis closes while it is made."""
+ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)
+"""Errors that Redis itself has sent."""
 NODE_TTL_S = 15
 ROW_TTL_S = 3600
 MAX_RECORD_BYTES = 1024
