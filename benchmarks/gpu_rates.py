@@ -18,6 +18,7 @@ from gpu_common import GIB, POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
 
 from ecd_client import Client
 from ecd_client.device.pinned import PIECE_BYTES, PinnedPool
+from ecd_client.values import Parts
 from ecd_proto.mapped_file import HUGE_BYTES, MappedFile
 
 SIZES = {f"{kib} KiB": kib << 10 for kib in (64, 256)} | {
@@ -45,11 +46,14 @@ def copies() -> list[Row]:
         wait_pinned(client)
         pool = client._connection.session().pools.granted
         assert pool._pinned is not None
-        [(pinned_at, _)] = pool._pinned.parts(0, LARGEST)
         mapped = pool._map_writable()
         mapped.populate(0, LARGEST)
         rival = torch.zeros(LARGEST, dtype=torch.uint8, pin_memory=True)
-        places = {POOL: pinned_at, RIVAL: rival.data_ptr(), UNREGISTERED: mapped.address}
+        places: dict[str, Callable[[int], Parts]] = {
+            POOL: partial(pool._pinned.parts, 0),  # no copy crosses two registrations
+            RIVAL: lambda nbytes: [(rival.data_ptr(), nbytes)],
+            UNREGISTERED: lambda nbytes: [(mapped.address, nbytes)],
+        }
         stream = torch.cuda.Stream()
         device = new_tensor(LARGEST)
         torch.cuda.synchronize()
@@ -62,23 +66,27 @@ def copies() -> list[Row]:
 
 
 def _rates(
-    places: dict[str, int], device: int, nbytes: int, stream: int
+    places: dict[str, Callable[[int], Parts]], device: int, nbytes: int, stream: int
 ) -> dict[str, dict[str, float]]:
-    """GB/s by direction and place of the host memory."""
+    """GB/s by direction and place of the host memory, which a size has in parts."""
     from ecd_client.device import driver
 
     number = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def copy(to: int, source: int) -> None:
+    def copy(way: str, parts: Parts) -> None:
         for _ in range(number):
-            driver.copy(to, source, nbytes, stream)
+            at = device
+            for address, part in parts:
+                to, source = (at, address) if way == "H2D" else (address, at)
+                driver.copy(to, source, part, stream)
+                at += part
         driver.Event(torch.cuda.current_device(), stream).wait()
 
     for _ in range(ROUNDS + 1):
-        for place, at in places.items():
-            took["H2D", place].append(timed_us(partial(copy, device, at)))
-            took["D2H", place].append(timed_us(partial(copy, at, device)))
+        for place, parts_of in places.items():
+            for way in ("H2D", "D2H"):
+                took[way, place].append(timed_us(partial(copy, way, parts_of(nbytes))))
     return {
         way: {p: number * nbytes / median(took[way, p][1:]) / 1e3 for p in places}
         for way in ("H2D", "D2H")
