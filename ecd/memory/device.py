@@ -102,7 +102,11 @@ def device_pools(nbytes: int, names: Iterable[str], first: int) -> dict[int, Dev
             pools.append(DevicePool(number, found[number], -(-nbytes // unit) * unit))
         return dict(enumerate(pools, first))
     except cuda.CudaError as error:
-        raise PoolError(f"ECD_DEVICE_POOL_BYTES needs a GPU: {error}") from None
+        raise PoolError(
+            f"ECD_DEVICE_POOL_BYTES needs a GPU: {error}. If nvidia-smi shows one, the daemon may "
+            "not open /dev/nvidia*, or nothing has made /dev/nvidia-uvm since boot: run "
+            "`nvidia-modprobe -c0 -u`, and under systemd install devices.conf"
+        ) from None
 
 
 def _number(name: str, found: Mapping[int, str]) -> int:
