@@ -122,7 +122,8 @@ class Item:
 
             self.check()
             hold = self._hold
-            with self.__dict__.setdefault("_queueing", threading.RLock()):
+            queueing = self.__dict__.setdefault("_queueing", threading.RLock())
+            with queueing:
                 self.check()  # a close by another thread sees the load, or is seen
                 self._loads = under_way(self._loads)
                 copied = self._near_copy(copies)
@@ -141,6 +142,8 @@ class Item:
             if non_blocking and hold.expires_s == math.inf:
                 return copy
             over.wait()
+            with queueing:
+                self._loads = [each for each in self._loads if each is not over]
         self.check()  # the lease held until every byte was read
         return copy
 

@@ -258,8 +258,8 @@ EDITED = {
         "gpu/test_device_pool.py::test_a_view_may_be_dropped_by_any_thread",
         Edit(
             "client/ecd_client/device/copies.py",
-            "streams.add(self._gpu.current_stream(self.device).cuda_stream)",
-            "streams.clear() or streams.add(self._gpu.current_stream(self.device).cuda_stream)",
+            "streams.add(self._gpu.current_stream(self.device))",
+            "streams.clear() or streams.add(self._gpu.current_stream(self.device))",
         ),
     ),
     "a view's end is asked of a graph that is being captured": Bug(

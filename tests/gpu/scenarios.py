@@ -11,15 +11,18 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ecd_client import Client, EcdError
+from ecd_client import Client, EcdError, clock
 from ecd_client.device import completions, copies, driver, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.errors import DaemonUnavailable, DeviceError
@@ -80,6 +83,74 @@ class Calls:
 
 control = Control.of_this_process() if "CUDA_STANDIN_CONTROL" in os.environ else Unwatched()
 gpu = StandinGpu.use(int(os.environ.get("GPU", "0")))
+
+
+class CallsByThread:
+    """Counts calls of the driver by their threads' names, but those that make tensors."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._own = threading.local()
+        for name, function in vars(driver.cuda).items():
+            if re.match("cu[A-Z]", name) and callable(function) and not isinstance(function, type):
+                setattr(driver.cuda, name, self._counted(function))
+        gpu.empty = self._uncounted(gpu.empty)
+        gpu._give_back = self._uncounted(gpu._give_back)
+
+    def _counted(self, function: Callable) -> Callable:
+        def counted(*arguments: object) -> object:
+            if not getattr(self._own, "makes_tensors", False):
+                self.counts[threading.current_thread().name] += 1
+            return function(*arguments)
+
+        counted.__name__ = function.__name__
+        return counted
+
+    def _uncounted(self, function: Callable) -> Callable:
+        def uncounted(*arguments: object, **named: object) -> object:
+            self._own.makes_tensors = True
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._own.makes_tensors = False
+
+        return uncounted
+
+    def of(self, do: Callable[[], object]) -> int:
+        """How many this thread makes in `do`."""
+        own = threading.current_thread().name
+        before = self.counts[own]
+        done = do()
+        made = self.counts[own] - before
+        del done
+        return made
+
+
+def calls_are_counted(address: str) -> dict:
+    """Calls of the driver on the thread of an engine's step, once all has been used before."""
+    with Client(address) as client:
+        pin(client)
+        has_near = bool(client._connection.session()._dma._devices)
+        tensor = gpu.encode(SHAPE, torch.uint8, 1)
+        for key in ("k", "l"):
+            client.put_async(key, tensor).result(HANG_S)
+        if has_near:
+            near_of(client)
+            eventually(lambda: is_near(client, "k"))
+        load(client, "k", non_blocking=True)
+        spare = [driver.Event(gpu.device, gpu.stream.cuda_stream) for _ in range(4)]
+        for event in spare:
+            event.wait()
+        del event, spare  # as an engine has events to use again after some steps
+        calls = CallsByThread()
+        control.hold = Hold.START  # no copy is over before the item is closed
+        made = {
+            "load": calls.of(lambda: load(client, "k", non_blocking=True)),
+            "put": calls.of(lambda: client.put_async("m", tensor)),
+        }
+        copies_near = has_near and is_near(client, "k")
+        control.hold = Hold.NOTHING
+        return made | {"near": copies_near}
 
 
 def pool_of(client: Client):
@@ -263,6 +334,57 @@ def fill_anew(client: Client, rounds: int = 4) -> list[tuple[int, int]]:
     return wrong
 
 
+def memory_is_left_for_the_model(address: str) -> dict:
+    """The device has no memory but what torch keeps for the model's stream."""
+    with Client(address) as client:
+        pin(client)
+        put(client, "k", 12)
+        kept = gpu.encode(SHAPE, torch.uint8, 1)
+        gpu.wait()
+        del kept
+        control.fail({"cuMemAlloc": 2})
+        control.hold = Hold.START
+        copy = load(client, "k", non_blocking=True)
+        is_early = control.counters().finished == control.counters().copies
+        control.hold = Hold.NOTHING
+        return {"waited for": is_early, "right": is_right(copy, 12)}
+
+
+def holds_of_a_failed_device(address: str) -> dict:
+    """Its time for copies that it may continue is the same for all of them."""
+    asked_s, sleep = [], clock.sleep
+
+    def note(seconds: float) -> None:
+        if threading.current_thread().name == "ecd-ends":
+            asked_s.append(seconds)
+        sleep(seconds)
+
+    ended = []
+    control.fail({"cuEventSynchronize": 719})
+    with driver.on(gpu.device):
+        events = [driver.Event(gpu.device, gpu.stream.cuda_stream) for _ in range(20)]
+    clock.sleep = note
+    for number, event in enumerate(events):
+        completions.after([event], partial(ended.append, number))
+        completions.after_failure(partial(ended.append, number))
+    eventually(lambda: len(ended) == 2 * len(events))
+    return {"times": round(sum(asked_s) / completions.FAILED_S, 1), "warnings": len(warnings)}
+
+
+def default_stream_is_named(address: str) -> dict:
+    """What torch calls 0 is the legacy default stream, whatever the bindings take 0 for."""
+    streams = set()
+    record = driver.cuda.cuEventRecord
+
+    def note(event: object, stream: object) -> object:
+        streams.add(int(stream))
+        return record(event, stream)
+
+    driver.cuda.cuEventRecord = note
+    driver.Event(gpu.device, 0).wait()
+    return {"streams": sorted(streams)}
+
+
 def waiting_is_refused_for_a_while(address: str) -> dict:
     """The driver refuses to wait for a save whose copy has not begun: its extent is kept."""
     with Client(address) as client:
@@ -315,6 +437,7 @@ def put_until(client: Client, tensor: torch.Tensor, interruption: type[BaseExcep
 
 def codes_are_unknown(address: str) -> dict:
     """The driver is newer than the bindings, and answers with codes that these do not know."""
+    driver.MAX_FREE_EVENTS = 0  # so that each one is made
     calls = "cuCtxPushCurrent", "cuMemcpyAsync", "cuEventCreate", "cuEventRecord"
     with Client(address) as client:
         pin(client)
@@ -488,7 +611,7 @@ def let_go(ends: list[bool]) -> None:
 
 def load_breaks_off(address: str) -> dict:
     """The driver refuses a call after a load's copy is queued: the hold lasts as long as that."""
-    outlast = copies.Copies._outlast
+    outlast, driver.MAX_FREE_EVENTS = copies.Copies._outlast, 0  # each event is made
     asked = Calls("cuEventCreate"), Calls("cuEventSynchronize")
 
     def go_on_late(count: int) -> None:

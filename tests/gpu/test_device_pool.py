@@ -87,6 +87,16 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
 
 
 @pytest.mark.usefixtures("control")
+@pytest.mark.parametrize(("nbytes", "load"), [("0", 7), ("16MiB", 6)])
+def test_a_step_makes_few_calls_of_the_driver(
+    cuda: Cuda, make_near: MakeNear, nbytes: str, load: int
+) -> None:
+    daemon = make_near(nbytes).start()
+    found = run(cuda, "calls_are_counted", daemon)
+    assert found == {"load": load, "put": 5, "near": nbytes != "0"}
+
+
+@pytest.mark.usefixtures("control")
 def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", near.address]
     done = run_command([*command, "doctor", "--json"], capture_output=True, text=True)

@@ -212,6 +212,18 @@ def test_memory_may_lack_to_make_a_tensor_dense(scenario: Scenario) -> None:
     assert scenario("no_memory_to_make_it_dense") == {"error": "CUDA out of memory"}
 
 
+def test_a_load_takes_memory_that_torch_keeps_for_the_model(scenario: Scenario) -> None:
+    assert scenario("memory_is_left_for_the_model") == {"waited for": False, "right": True}
+
+
+def test_a_failed_device_has_its_time_once(scenario: Scenario) -> None:
+    assert scenario("holds_of_a_failed_device") == {"times": 1.0, "warnings": 1}
+
+
+def test_the_default_stream_is_torchs(scenario: Scenario) -> None:
+    assert scenario("default_stream_is_named") == {"streams": [1]}
+
+
 def test_nobody_waits_for_a_pool_to_be_unpinned(scenario: Scenario) -> None:
     found = scenario("unpinning_takes_long")
     assert found == {"closed and forked meanwhile": True, "waits": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -34,14 +35,15 @@ class Accelerator(Protocol):
 
     def current_device(self) -> int: ...
 
-    def current_stream(self, device: int) -> Stream: ...
+    def current_stream(self, device: int) -> int:
+        """The number of the stream that is current for this thread."""
 
     def new_stream(self, device: int) -> Stream: ...
 
     def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any = None
     ) -> torch.Tensor:
-        """A new tensor for `stream` to fill and the current stream to use.
+        """A new tensor for `stream` to fill, or the current one, and the current stream to use.
 
         Its memory is given to others only after both have done what was queued before its end.
         Raises DeviceError.
@@ -60,9 +62,10 @@ class TorchCuda:
     """NVIDIA's GPUs, by torch. No test without a GPU runs these lines."""
 
     def __init__(self) -> None:
-        from torch import cuda
+        from torch import _C, cuda
 
         self._cuda: Any = cuda
+        self._raw_stream: Any = _C._cuda_getCurrentRawStream
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.get_device() if tensor.is_cuda else None
@@ -71,8 +74,8 @@ class TorchCuda:
         device: int = self._cuda.current_device()
         return device
 
-    def current_stream(self, device: int) -> Any:
-        return self._cuda.current_stream(device)
+    def current_stream(self, device: int) -> int:
+        return int(self._raw_stream(device))
 
     def new_stream(self, device: int) -> Any:
         """A stream of the driver's, as torch's own are few and shared with graphs' captures."""
@@ -81,16 +84,17 @@ class TorchCuda:
         return self._cuda.ExternalStream(driver.new_stream(device), device=device)
 
     def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any = None
     ) -> torch.Tensor:
         import torch
 
         try:
-            with self._cuda.stream(stream):
+            with contextlib.nullcontext() if stream is None else self._cuda.stream(stream):
                 made = torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
         except torch.OutOfMemoryError as error:
             raise DeviceBusy(str(error)) from None
-        made.record_stream(self.current_stream(device))
+        if stream is not None:
+            made.record_stream(self._cuda.current_stream(device))
         return made
 
     def view(

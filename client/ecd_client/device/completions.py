@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 FAILED_S = 1.0
 """How long a GPU that reports an error may continue copies, as after its process's end (D1)."""
+GATHER_S = 0.0005
+"""How long the thread lets holds come after it was woken by one: the first of a step's, so that the
+others wake nobody."""
 MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
@@ -28,8 +31,9 @@ class _Ends:
     """A queue of work to do after copies, and its thread."""
 
     def __init__(self) -> None:
-        self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None]]]
+        self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None], float]]
         self._later = queue.SimpleQueue()
+        self._failing_s: float | None = None  # since when each wait has failed
         self._has_thread = self._has_failed = False
 
     def start(self) -> None:
@@ -40,20 +44,36 @@ class _Ends:
                 self._has_thread = True  # perhaps the second, which does no harm
 
     def add(self, events: list[Event], end: Callable[[], None]) -> None:
-        self._later.put((events, end))
+        self._later.put((events, end, clock.now_s()))
         self.start()
         if not self._has_thread:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._end_next(is_patient=False)
+                    self._end(*self._later.get_nowait())
 
     def _run(self) -> None:
         while True:
             self._end_next()
 
-    def _end_next(self, is_patient: bool = True) -> None:
-        events, end = self._later.get(is_patient)
-        came = outlast(lambda: _wait(events))
+    def _end_next(self) -> None:
+        try:
+            added = self._later.get_nowait()
+        except queue.Empty:
+            added = self._later.get()
+            clock.sleep(GATHER_S)
+        self._end(*added)
+
+    def _end(self, events: list[Event], end: Callable[[], None], added_s: float) -> None:
+        def left_s() -> float:
+            """Of the time that a failed GPU has for this hold's copies."""
+            now_s = clock.now_s()
+            if self._failing_s is None:
+                self._failing_s = now_s
+            return max(0.0, max(self._failing_s, added_s) + FAILED_S - now_s)
+
+        came = outlast(lambda: _wait(events), left_s)
+        if events and came is None:
+            self._failing_s = None
         if isinstance(came, Exception) and not self._has_failed:
             self._has_failed = True
             logger.warning("the GPU has failed: %s", came)
@@ -70,11 +90,13 @@ def _wait(events: list[Event]) -> None:
         event.wait()
 
 
-def outlast(wait: Callable[[], object]) -> BaseException | None:
+def outlast(
+    wait: Callable[[], object], left_s: Callable[[], float] = lambda: FAILED_S
+) -> BaseException | None:
     """Call `wait`, which returns once copies are over, until it does; return what it raised first.
 
     Neither an exception of a signal's handler nor a refusal of the driver ends the copies: `wait`
-    is called again. A device that has failed is given FAILED_S, and so is one for which `wait`
+    is called again. A device that has failed is given `left_s`, and so is one for which `wait`
     raises MAX_INTERRUPTIONS other errors, which cannot all come from signals.
     """
     came: BaseException | None = None
@@ -89,11 +111,11 @@ def outlast(wait: Callable[[], object]) -> BaseException | None:
         except DeviceBusy:
             pause_s = RETRY_S
         except DeviceError as error:
-            came, pause_s, has_failed = came or error, FAILED_S, True
+            came, pause_s, has_failed = came or error, left_s(), True
         except Exception as error:
             came, interruptions = came or error, interruptions + 1
             has_failed = has_failed or interruptions >= MAX_INTERRUPTIONS
-            pause_s = FAILED_S if has_failed else RETRY_S
+            pause_s = left_s() if has_failed else RETRY_S
         except BaseException as error:
             came = came or error
 
@@ -110,8 +132,11 @@ os.register_at_fork(after_in_child=_in_child)  # the holds are the parent's
 
 
 def after(events: Iterable[Event], end: Callable[[], None]) -> None:
-    """Call `end` once all events are over: now, or on the thread."""
-    if left := under_way(events):
+    """Call `end` on the thread once all events are over; at once if there is none.
+
+    The driver is not asked here whether they are: most were queued a moment ago.
+    """
+    if left := list(events):
         _ends.add(left, end)
     else:
         end()
@@ -119,9 +144,10 @@ def after(events: Iterable[Event], end: Callable[[], None]) -> None:
 
 def after_failure(end: Callable[[], None]) -> None:
     """Call `end` on the thread once a GPU that reports errors has had its time."""
+    failed_s = clock.now_s()
 
     def end_late() -> None:
-        clock.sleep(FAILED_S)
+        clock.sleep(max(0.0, failed_s + FAILED_S - clock.now_s()))
         end()
 
     _ends.add([], end_late)

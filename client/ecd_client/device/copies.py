@@ -15,6 +15,7 @@ R4  Memory is unregistered and unmapped after all copies from and to it are over
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -63,20 +64,31 @@ class Copies:
         """
         with self._driver.on(self.device):
             current = self._gpu.current_stream(self.device)
-            chosen = current if is_near else self._loads
-            tensor = self._gpu.empty(shape, dtype, self.device, chosen)  # R3
-            stream = chosen.cuda_stream
+            tensor, stream = self._new(shape, dtype, current, is_near)  # R3
             try:
                 for address, to, nbytes in _along(source, tensor.data_ptr()):
                     self._driver.copy(to, address, nbytes, stream)
                 over = self._driver.Event(self.device, stream)
-                if not is_near:
-                    over.precede(current.cuda_stream)  # R3
+                if stream != current:
+                    over.precede(current)  # R3
                 note(over)
             except BaseException:
                 self._outlast(stream)
                 raise
             return tensor
+
+    def _new(
+        self, shape: tuple[int, ...], dtype: torch.dtype, current: int, is_near: bool
+    ) -> tuple[torch.Tensor, int]:
+        """A tensor to load into, and the stream for that. Raises DeviceError.
+
+        Without memory for another stream there may be some that torch keeps for the current one.
+        """
+        if not is_near:
+            with contextlib.suppress(DeviceBusy):
+                loads = self._loads
+                return self._gpu.empty(shape, dtype, self.device, loads), loads.cuda_stream
+        return self._gpu.empty(shape, dtype, self.device), current
 
     def view(
         self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype, end: Callable[[], None]
@@ -88,13 +100,13 @@ class Copies:
         the reference goes: any thread may drop it, such as one that collects garbage (R2). Raises
         DeviceError.
         """
-        streams = {self._gpu.current_stream(self.device).cuda_stream}
+        streams = {self._gpu.current_stream(self.device)}
 
         def unused() -> None:
             if forks.is_uncut():
                 return  # the hold is the parent's
             try:
-                streams.add(self._gpu.current_stream(self.device).cuda_stream)
+                streams.add(self._gpu.current_stream(self.device))
                 completions.after(
                     [self._driver.work_on(self.device, stream) for stream in streams], end
                 )
@@ -115,8 +127,7 @@ class Copies:
 
     def queued(self) -> Event:
         """The end of what is queued on the current stream now. Raises DeviceError."""
-        stream = self._gpu.current_stream(self.device).cuda_stream
-        return self._driver.Event(self.device, stream)
+        return self._driver.Event(self.device, self._gpu.current_stream(self.device))
 
     def save(self, tensor: torch.Tensor, queued: Event, target: Parts) -> None:
         """Copy a dense tensor, which the work before `queued` makes, to host memory.
@@ -127,6 +138,7 @@ class Copies:
             stream = self._saves.cuda_stream
             queued.precede(stream)  # W1
             self._copy_all(_along(target, tensor.data_ptr()), stream)
+            queued.note_over()
 
     def move(self, source: Parts, to: int, queued: Event | None = None) -> None:
         """Copy memory, given by addresses and sizes, to an address in a device pool.

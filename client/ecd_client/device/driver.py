@@ -7,8 +7,8 @@ while: whatever the thread had before is current again after that.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
@@ -31,7 +31,11 @@ _EVENT_FLAGS = (
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
+MAX_FREE_EVENTS = 64
+"""Events of a device that are kept for later: making and destroying one are calls, too."""
+
 _contexts: dict[int, Any] = {}
+_free_events: dict[int, list[Any]] = {}
 
 
 def _checked(function: Callable[..., T]) -> Callable[..., T]:
@@ -64,27 +68,53 @@ map_memory = _checked(memory.map_memory)
 unmap_memory = _checked(memory.unmap_memory)
 
 
-@contextlib.contextmanager
-def on(device: int) -> Iterator[None]:
+class _Thread(threading.local):
+    """What `on` has made current for a thread."""
+
+    device: int | None = None
+
+
+_thread = _Thread()
+
+
+class on:  # noqa: N801  # it is used as a function is
     """Have the device's primary context current in the body. Raises DeviceError.
 
     The engine may capture a CUDA graph meanwhile, on another thread. The driver forbids most calls
     to all threads then, and the capture breaks, but for threads that say that they do without it.
+    Within a body for the same device this makes no call.
     """
-    context = _contexts.get(device)
-    if context is None:
-        _call(cuda.cuInit, 0)
-        context = _call(cuda.cuDevicePrimaryCtxRetain, _call(cuda.cuDeviceGet, device))
-        context = _contexts.setdefault(device, context)
-    _call(cuda.cuCtxPushCurrent, context)
-    try:
-        mode = _call(cuda.cuThreadExchangeStreamCaptureMode, _RELAXED)
+
+    __slots__ = ("_before", "_device", "_mode")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = _thread.device
+        if self._before == self._device:
+            return
+        context = _contexts.get(self._device)
+        if context is None:
+            _call(cuda.cuInit, 0)
+            context = _call(cuda.cuDevicePrimaryCtxRetain, _call(cuda.cuDeviceGet, self._device))
+            context = _contexts.setdefault(self._device, context)
+        _call(cuda.cuCtxPushCurrent, context)
         try:
-            yield
+            self._mode = _call(cuda.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        except BaseException:
+            memory.call_anyway(cuda.cuCtxPopCurrent)
+            raise
+        _thread.device = self._device
+
+    def __exit__(self, *_: object) -> None:
+        if self._before == self._device:
+            return
+        _thread.device = self._before
+        try:
+            memory.call_anyway(cuda.cuThreadExchangeStreamCaptureMode, self._mode)
         finally:
-            memory.call_anyway(cuda.cuThreadExchangeStreamCaptureMode, mode)
-    finally:
-        memory.call_anyway(cuda.cuCtxPopCurrent)
+            memory.call_anyway(cuda.cuCtxPopCurrent)
 
 
 def register(address: int, nbytes: int) -> None:
@@ -103,13 +133,22 @@ def new_stream(device: int) -> int:
         return int(_call(cuda.cuStreamCreate, cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
+def _stream(number: int) -> Any:
+    """The driver's handle of a stream.
+
+    torch's number 0 is the legacy default stream. For the driver 0 may be the thread's own:
+    CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM says so.
+    """
+    return cuda.CUstream(number or cuda.CU_STREAM_LEGACY)
+
+
 def copy(to: int, source: int, nbytes: int, stream: int) -> None:
     """Queue a copy between any two addresses.
 
     Returns at once where host memory is registered, and may wait where it is not. Raises
     DeviceError.
     """
-    _call(cuda.cuMemcpyAsync, to, source, nbytes, cuda.CUstream(stream))
+    _call(cuda.cuMemcpyAsync, to, source, nbytes, _stream(stream))
 
 
 class Event:
@@ -118,13 +157,18 @@ class Event:
     def __init__(self, device: int, stream: int) -> None:
         """Raises DeviceError."""
         self._device, self._stream = device, stream
+        self._may_reuse: list[bool] = []
         with on(device):
-            self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
-            when_collected(self, memory.call_anyway, cuda.cuEventDestroy, self._event)
+            free = _free_events.setdefault(device, [])
+            try:
+                self._event = free.pop()
+            except IndexError:
+                self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
+            when_collected(self, _give_back, self._event, self._may_reuse, free)
             self._record()
 
     def _record(self) -> None:
-        _call(cuda.cuEventRecord, self._event, cuda.CUstream(self._stream))
+        _call(cuda.cuEventRecord, self._event, _stream(self._stream))
 
     def is_over(self) -> bool:
         """Whether all of the work is done. Raises DeviceError if the device has failed."""
@@ -135,6 +179,8 @@ class Event:
                 return False
         if result not in (_OK, _NOT_READY):
             raise _meaning(memory.refusal(cuda.cuEventQuery, result))
+        if result == _OK:
+            self.note_over()
         return bool(result == _OK)
 
     def wait(self) -> None:
@@ -147,14 +193,27 @@ class Event:
                     except _Captured:
                         self._record()
                         raise
+                self.note_over()
                 return
             except DeviceBusy:
                 clock.sleep(RETRY_S)
 
+    def note_over(self) -> None:
+        """Note that all of the work is done, so that the driver's event can be used again."""
+        self._may_reuse.append(True)
+
     def precede(self, stream: int) -> None:
         """Make all later work on `stream` wait for this event. Raises DeviceError."""
         with on(self._device):
-            _call(cuda.cuStreamWaitEvent, cuda.CUstream(stream), self._event, 0)
+            _call(cuda.cuStreamWaitEvent, _stream(stream), self._event, 0)
+
+
+def _give_back(event: Any, may_reuse: list[bool], free: list[Any]) -> None:
+    """Keep the driver's event for another one of ours if it was seen to be over."""
+    if may_reuse and len(free) < MAX_FREE_EVENTS:
+        free.append(event)
+    else:
+        memory.call_anyway(cuda.cuEventDestroy, event)
 
 
 def work_on(device: int, stream: int) -> Event:
@@ -171,5 +230,5 @@ def work_on(device: int, stream: int) -> Event:
 
 
 def _check_is_uncaptured(stream: int) -> None:
-    if _call(cuda.cuStreamIsCapturing, cuda.CUstream(stream)) != _UNCAPTURED:
+    if _call(cuda.cuStreamIsCapturing, _stream(stream)) != _UNCAPTURED:
         raise DeviceBusy("the stream is being captured")

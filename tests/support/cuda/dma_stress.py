@@ -140,6 +140,9 @@ def take_out(without: str) -> None:
                 def precede(self, stream: int) -> None:
                     pass
 
+                def note_over(self) -> None:
+                    pass
+
             copies.Copies.queued = lambda self: Nothing()
         case "W2":
             copies.Copies._outlast = lambda self, stream: None

@@ -20,6 +20,7 @@ import torch
 from cuda.bindings import driver as cuda
 
 from ecd_client.device import accelerator, driver
+from ecd_client.errors import DeviceBusy
 from ecd_proto.collected import when_collected
 from ecd_proto.mapped_file import MappedFile
 
@@ -29,6 +30,8 @@ MAX_CONTENT_BYTES = 64 << 20
 
 def call(function: Any, *arguments: Any) -> Any:
     result, *values = function(*arguments)
+    if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise MemoryError(function.__name__)
     assert result == cuda.CUresult.CUDA_SUCCESS, f"{function.__name__}: {result.name}"
     return values[0] if values else None
 
@@ -68,9 +71,9 @@ class StandinGpu:
     def current_device(self) -> int:
         return self.device
 
-    def current_stream(self, device: int) -> Stream:
+    def current_stream(self, device: int) -> int:
         current: Stream = getattr(self._own, "stream", self.stream)
-        return current
+        return current.cuda_stream
 
     def new_stream(self, device: int) -> Stream:
         flags = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -78,9 +81,13 @@ class StandinGpu:
             return Stream(int(call(cuda.cuStreamCreate, flags)))
 
     def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any = None
     ) -> torch.Tensor:
-        return self._tensor(shape, dtype, stream, also_used_by=self.stream)
+        chosen = stream or Stream(self.current_stream(device))
+        try:
+            return self._tensor(shape, dtype, chosen, also_used_by=self.stream)
+        except MemoryError as error:
+            raise DeviceBusy(str(error)) from None
 
     def view(
         self, address: int, nbytes: int, device: int, unused: Callable[[], None]
