@@ -3,7 +3,7 @@
     python benchmarks/workloads.py NAME --seed N --output FILE.csv
 
 writes one as `ecd replay` reads it. No public trace of multimodal serving says which requests carry
-the same picture, so these are made up; docs/eviction.md says from what.
+the same picture, so these are made up: docs/design-eviction.md has their sources.
 """
 
 from __future__ import annotations
