@@ -47,7 +47,7 @@ CHANGING = {
 }
 """Fields of vLLM's configuration that the namespace's digest holds, where they are set.
 
-Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm-reference.md
+Model, revision, dtype and quantization stand beside the digest in the clear. docs/design-vllm.md
 gives the reason for each field; tests/e2e/test_identity.py lists those that change no embedding.
 """
 CHOSEN_DECODER = {"backend": "torchcodec", "device": "cuda"}
