@@ -11,33 +11,30 @@ from e2e.models.table import ARCHITECTURES, Architecture
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 BEGIN = """# Models
 
-These architectures share embeddings. Tiny checkpoints with random weights were run with vLLM 0.32.0
-on a CPU, as `ec_producer`, `ec_consumer` and `ec_both`: one item, several, repeated and reordered
-items, mixed media, videos at 1, 2 and 8 frames a second, and short and long sounds. Tokens and
-log-probabilities were those of an engine without ecd, and the consumer's encoder never ran.
-[The tests](testing.md#the-suites) write this page, and run every night.
+These architectures share embeddings: with vLLM 0.32.0 on a CPU and tiny checkpoints, answers were
+those of an engine without ecd, and the consumer's encoder never ran
+([tests](testing.md#the-suites)).
 
 *By metadata*: media that a proxy may leave out of the consumer's request
 ([when](vllm-reference.md#metadata-in-answers)). Others travel to the consumer, which preprocesses
 them, but does not encode them.
 
-| family | vLLM's class | media | by metadata | remarks |
+| family | vLLM's classes | media | by metadata | remarks |
 | --- | --- | --- | --- | --- |
 """
 NOT_RUN = """
 ## Not run
 
-vLLM 0.32.0 could not run these on a CPU. They may work on a GPU.
+These did not run on a CPU, and may work on a GPU:
+{}.
 
-| architecture | why |
-| --- | --- |
+Whisper shares nothing, and says so.
 """
-UNTRIED = {
-    "Keye, Kimi-VL, MiniCPM-V before 4.6, Molmo, Phi-3.5, Phi-4": "`Invalid type of HuggingFace "
-    "processor`: theirs is code of their repositories, and no test downloads any",
-    "Nemotron Nano VL": "needs kernels of Mamba-2",
-    "Whisper": "shares nothing, and says so; on a CPU vLLM's log-probabilities are no numbers",
-}
+UNTRIED = (
+    # `Invalid type of HuggingFace processor`: it is code of a repository, and no test downloads any
+    *("Keye", "Kimi-VL", "MiniCPM-V before 4.6", "Molmo", "Phi-3.5", "Phi-4"),
+    "Nemotron Nano VL",  # needs kernels of Mamba-2
+)
 
 
 def remarks(each: Architecture) -> str:
@@ -46,7 +43,7 @@ def remarks(each: Architecture) -> str:
     if each.pools:
         said.append("as a pooling model")
     if each.encoder != "ec_producer":
-        said.append("encoded by an `ec_both`: vLLM has no `ec_producer` for it")
+        said.append("encode with `ec_both`: vLLM has no `ec_producer` for it")
     if each.engine.get("model_impl"):
         said.append(f"with `--model-impl {each.engine['model_impl']}`")
     if each.tolerance > Architecture.tolerance:
@@ -59,18 +56,17 @@ def remarks(each: Architecture) -> str:
 def lines() -> Iterator[str]:
     tried = sorted(ARCHITECTURES.values(), key=lambda each: (each.family, each.kind, each.name))
     yield BEGIN
+    alike: dict[tuple[str, ...], list[str]] = {}
     for each in tried:
         if not each.fails:
             media = ", ".join(each.media)
             by_metadata = ", ".join(each.by_metadata.split()) or "none"
-            row = each.family, f"`{each.kind}`", media, by_metadata, remarks(each)
-            yield f"| {' | '.join(row)} |\n".replace("  ", " ")
-    yield NOT_RUN
-    for each in tried:
-        if each.fails:
-            yield f"| `{each.kind}` | {each.fails[1]} |\n"
-    for name, why in UNTRIED.items():
-        yield f"| {name} | {why} |\n"
+            row = each.family, media, by_metadata, remarks(each)
+            alike.setdefault(row, []).append(f"`{each.kind}`")
+    for (family, *of_all), kinds in alike.items():
+        yield f"| {' | '.join((family, ', '.join(kinds), *of_all))} |\n".replace("  ", " ")
+    failed = (f"`{each.kind}`" for each in tried if each.fails)
+    yield NOT_RUN.format(",\n".join((*failed, ", ".join(UNTRIED))))
 
 
 def page() -> str:
