@@ -15,6 +15,7 @@ from pathlib import Path
 from ecd.base.clock import REAL, Clock
 from ecd.memory.pool_dir import PoolError
 from ecd_proto.contract import size_text
+from ecd_proto.findings import utilization_left
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ class DevicePool:
 
     huge_bytes = 0
 
-    def __init__(self, device: int, uuid: str, nbytes: int, clock: Clock = REAL) -> None:
+    def __init__(
+        self, device: int, uuid: str, nbytes: int, device_bytes: int, clock: Clock = REAL
+    ) -> None:
+        """`device_bytes` are all that the GPU has."""
         self.device, self.uuid, self.nbytes, self._clock = device, uuid, nbytes, clock
+        self.device_bytes = device_bytes
         self.path = Path(uuid)
         self.fd: int | None = None
         """The descriptor by which clients import it; None: there is no memory."""
@@ -66,7 +71,8 @@ class DevicePool:
                     logger.warning("no device pool on %s yet: %s", self._name, waiting)
             await self._clock.sleep(RETRY_S)
         self.problem = ""
-        logger.info("%s are the device pool", self._name)
+        left = utilization_left(self.nbytes, self.device_bytes)
+        logger.info("%s are the device pool: %s", self._name, left)
 
     @property
     def _name(self) -> str:
@@ -99,7 +105,9 @@ def device_pools(nbytes: int, names: Iterable[str], first: int) -> dict[int, Dev
         pools = []
         for number in dict.fromkeys(chosen):
             unit = cuda.granularity(number)
-            pools.append(DevicePool(number, found[number], -(-nbytes // unit) * unit))
+            total_bytes = cuda.total_bytes(number)
+            rounded = -(-nbytes // unit) * unit
+            pools.append(DevicePool(number, found[number], rounded, total_bytes))
         return dict(enumerate(pools, first))
     except cuda.CudaError as error:
         raise PoolError(

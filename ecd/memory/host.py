@@ -52,6 +52,7 @@ class HostPool:
     """Owns the daemon's directory in shared memory and the files in it."""
 
     problem = ""
+    device_bytes = 0
 
     def __init__(
         self,

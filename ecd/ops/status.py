@@ -27,6 +27,7 @@ class PooledMemory(Protocol):
     path: Path
     nbytes: int
     huge_bytes: int
+    device_bytes: int
     problem: str
 
     @property
@@ -166,4 +167,5 @@ class Status:
             kept=pool.kept,
             kept_bytes=pool.kept_bytes,
             kept_most_bytes=pool.kept_most_bytes,
+            device_bytes=memory.device_bytes,
         )

@@ -73,6 +73,11 @@ def uuid_of(number: int) -> str:
     return f"GPU-{uuid.UUID(bytes=bytes(call(ask, call(cuda.cuDeviceGet, number)).bytes))}"
 
 
+def total_bytes(number: int) -> int:
+    """All memory of a GPU. Raises CudaError."""
+    return int(call(cuda.cuDeviceTotalMem, call(cuda.cuDeviceGet, number)))
+
+
 def create(number: int, nbytes: int) -> int:
     """Memory of a GPU, without a context: a descriptor that keeps it and that processes map.
 

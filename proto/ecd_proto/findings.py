@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 MAX_AWAY = 8
 """Unreachable peers that have a finding each."""
 MAX_ENGINE_FINDINGS = 8
+CONTEXT_BYTES = 512 << 20
+"""Of a GPU, about what CUDA takes for a process, and vLLM does not count as its own."""
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 COLLAPSES_SINCE = (6, 1)
 """The version of Linux that first moves pages of shared memory to huge ones when asked to."""
@@ -193,10 +196,17 @@ def _setting(path: str) -> str:
     return ""
 
 
+def utilization_left(pool_bytes: int, device_bytes: int) -> str:
+    """What vLLM's engines may take of a GPU: each also has a context, outside of that."""
+    left = math.floor(100 * (1 - (pool_bytes + CONTEXT_BYTES) / max(1, device_bytes))) / 100
+    return f"start an engine there with --gpu-memory-utilization {max(0.0, left):.2f} or less"
+
+
 def device_pool(each: pb.PoolStatus) -> Finding:
     size = size_text(each.pool_bytes)
     if each.populated_bytes:
-        return Finding("device pool", GOOD, f"{size} on {each.path}")
+        left = f"; {utilization_left(each.pool_bytes, each.device_bytes)}" * bool(each.device_bytes)
+        return Finding("device pool", GOOD, f"{size} on {each.path}{left}")
     found = f"{size} on {each.path}: {each.problem or 'no memory'}; engines use the host pool"
     advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES and restart the daemon"
     return Finding("device pool", DOUBTFUL, found, advice)

@@ -296,9 +296,8 @@ def test_a_scrape_never_fails() -> None:
     identity = NodeIdentity("default", "a" * 32, "a test")
     live = LiveCache(cache)
     streams = SessionStreams(live, Flights(live), None, identity)
-    pool = SimpleNamespace(
-        path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0, problem=""
-    )
+    nbytes = {"nbytes": 1 << 24, "populated_bytes": 1 << 24, "huge_bytes": 0, "device_bytes": 0}
+    pool = SimpleNamespace(path="a pool", problem="", **nbytes)
     metrics = Metrics("0", REAL)
     metrics.watch_core(Status(identity, cache, {0: pool}, None, streams, REAL).read)
     scrapes: list[bytes] = []

@@ -78,6 +78,8 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     assert (host.kind, device.kind) == ("host", "device")
     assert re.fullmatch("GPU-[0-9a-f-]{36}", device.path)
     assert (device.pool_bytes, device.used_bytes) == (16 * MIB, 3 * MIB)
+    assert device.device_bytes == 64 << 30
+    assert "with --gpu-memory-utilization 0.99 or less" in near.text()
     assert near.status().entries == 3
     shown = status_of(near)
     assert f"16 MiB on {device.path}" in shown

@@ -2312,6 +2312,7 @@ class PoolStatus(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     KEPT_BYTES_FIELD_NUMBER: builtins.int
     KEPT_MOST_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -2345,6 +2346,8 @@ class PoolStatus(google.protobuf.message.Message):
     """entries that an operator keeps"""
     kept_bytes: builtins.int
     kept_most_bytes: builtins.int
+    device_bytes: builtins.int
+    """of a device: all memory of its GPU; 0: not known"""
     def __init__(
         self,
         *,
@@ -2370,8 +2373,9 @@ class PoolStatus(google.protobuf.message.Message):
         kept: builtins.int = ...,
         kept_bytes: builtins.int = ...,
         kept_most_bytes: builtins.int = ...,
+        device_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["density_exponent", b"density_exponent", "evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "frequency_exponent", b"frequency_exponent", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_most_bytes", b"kept_most_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["density_exponent", b"density_exponent", "device_bytes", b"device_bytes", "evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "frequency_exponent", b"frequency_exponent", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_most_bytes", b"kept_most_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 
