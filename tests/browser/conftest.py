@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from support.browser import chromium
+from support.waiting import HANG_S
+
+expect.set_options(timeout=HANG_S * 1e3)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ OpenPage = Callable[..., Page]
 MIB = 1 << 20
 TOKEN = "a secret of the test"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
-expect.set_options(timeout=HANG_S * 1e3)
 
 
 def url(daemon: Daemon) -> str:

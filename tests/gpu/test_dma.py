@@ -76,12 +76,12 @@ def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:
 
 
 @pytest.fixture
-def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Scenario:
+def scenario(cuda: Cuda, control: Control, unused_daemon: Daemon) -> Scenario:
     """Run one of `scenarios.py` against a daemon; nothing may be left in the pool after it."""
 
     def run(name: str, **variables: str) -> dict:
-        done = cuda.run(SCENARIOS, name, daemon.address, **variables)
-        daemon.check_nothing_leaked()
+        done = cuda.run(SCENARIOS, name, unused_daemon.address, **variables)
+        unused_daemon.check_nothing_leaked()
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
