@@ -219,13 +219,14 @@ def test_doctor_finds_engines_in_order_that_share() -> None:
 
 
 def test_an_encoder_is_what_its_engine_says_for_as_long_as_both_are_there() -> None:
-    engines, engine, server = Engines("10.0.0.1:9465"), SessionId(1), SessionId(2)
+    engines, engine, server = Engines("Node-1:9465"), SessionId(1), SessionId(2)
     assert engines.register(server, RegisteredEncoder("encoder", "http://[::]:8000/e"))
     assert engines.encoders() == [], "nothing describes the engine"
     engines.describe(engine, ENCODER)
     [found] = engines.encoders()
     assert (found.engine, found.namespace, found.loads) == ("encoder", "n", False)
-    assert found.url == "http://10.0.0.1:8000/e"
+    assert found.url == "http://node-1:8000/e"
+    assert RegisteredEncoder.of(found.message) == found, "other nodes accept it"
     engines.describe(engine, replace(ENCODER, namespace="other", loads=True))
     [found] = engines.encoders()
     assert (found.namespace, found.loads) == ("other", True), "it moves with the engine"

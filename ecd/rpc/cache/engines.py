@@ -17,7 +17,7 @@ class Engines:
 
     def __init__(self, node: str = "", clock: Clock = REAL) -> None:
         """`node` is the host:port at which other nodes reach the daemon; empty: nowhere."""
-        self._host = node.rpartition(":")[0] or "127.0.0.1"
+        self._host = node.rpartition(":")[0].lower() or "127.0.0.1"
         self._clock = clock
         self._by_session: dict[SessionId, Engine] = {}
         self._registered: dict[SessionId, tuple[RegisteredEncoder, float]] = {}
