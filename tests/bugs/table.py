@@ -1084,7 +1084,7 @@ EDITED = {
         "integration/test_encode_hop.py",
         Edit(
             "client/ecd_client/vllm/middleware/encode_hop.py",
-            "        if look.pictures is None:",
+            "        if look.names is None:",
             "        if not look.promised:",
         ),
     ),
@@ -1097,13 +1097,49 @@ EDITED = {
             "if placeholders or may_be_together([*(",
         ),
     ),
-    "a request that failed without its pictures is held against others": Bug(
+    "a request that failed without its media is held against others": Bug(
         "vllm",
         "unit/test_rests.py",
         Edit(
             "client/ecd_client/vllm/middleware/rests.py",
-            "self._rests.get(pictures, (0.0, 0.0))",
+            "self._rests.get(names, (0.0, 0.0))",
             "next(iter(self._rests.values()), (0.0, 0.0))",
+        ),
+    ),
+    "a video that a client has named gets another name": Bug(
+        "vllm",
+        "unit/test_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/media.py",
+            "return self.kind != IMAGE and not self.is_chosen",
+            "return self.kind != IMAGE",
+        ),
+    ),
+    "what was fetched is lost where a request brings its media at last": Bug(
+        "vllm",
+        "unit/test_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/media.py",
+            "        if self.is_settled:\n",
+            "        if self.is_settled and not self.media:\n",
+        ),
+    ),
+    "a name of a video's bytes does not say how they are decoded": Bug(
+        "vllm",
+        "e2e/test_metadata.py::test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine",
+        Edit(
+            "client/ecd_client/vllm/middleware/naming.py",
+            "self._hash(ecd=_FORM, how=how, **",
+            "self._hash(ecd=_FORM, **",
+        ),
+    ),
+    "a request's fetched bytes have no bound": Bug(
+        "vllm",
+        "e2e/test_metadata.py::test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine",
+        Edit(
+            "client/ecd_client/vllm/middleware/fetching.py",
+            "if look.fetched_bytes + nbytes > MAX_FETCHED_BYTES:",
+            "if nbytes > MAX_FETCHED_BYTES:",
         ),
     ),
     "ECD_PIN=off pins": Bug(

@@ -25,11 +25,10 @@ from vllm.multimodal.media import MediaConnector
 
 from e2e.tiny_models import MODELS
 from ecd_client.vllm.base.compat import media_budgets
-from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware import answers
 from ecd_client.vllm.middleware.answers import Answers
-from ecd_client.vllm.middleware.images import Look
-from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.media import Look, Medium
 from support.web import site
 
 SIDE = 500
@@ -84,21 +83,17 @@ model = Path(sys.argv[1], "model")
 model.mkdir()
 MODELS["qwen2_5_vl"](model)
 config = EngineArgs(model=str(model)).create_engine_config().model_config
-pictures = Pictures(
-    *(None, None, None),  # of what is stored nothing is asked
-    config,
-    PlaceholderMetadata(config),
-    [],
-    may_stream=False,
-    has_hop=False,
-)
+fetcher = Fetcher(config)
 
 
 def looked(*urls: str) -> tuple[list[Any], bool]:
-    """The contents that a look has of these pictures, and whether the request passes as it came."""
+    """The contents that are fetched of these pictures, and whether the request is as it came."""
     parts = [part(url) for url in urls]
-    look = Look(b"as it came", {"messages": [{"content": parts}]}, parts)
-    return loop.run_until_complete(pictures._contents(look)), look.body == b"as it came"
+    media = [Medium(each, "image_url") for each in parts]
+    look = Look(b"as it came", {"messages": [{"content": parts}]}, media)
+    is_whole = loop.run_until_complete(fetcher.fetch(look))
+    contents = [medium.content for medium in media] if is_whole else []
+    return contents, look.body == b"as it came"
 
 
 def vllm_takes(*urls: str) -> bool:
@@ -155,7 +150,7 @@ def entry(name: str) -> SimpleNamespace:
 
 async def stay() -> None:
     """More entries than are held are named for one caller, and some for another one."""
-    held = Answers(None, None, model.name, announces_node=False)
+    held = Answers(None, model.name, announces_node=False)
     for caller, names in (("one", "a"), ("many", "bcdef"), ("one", "g")):
         for each in names:
             held._have_stay([entry(each)], caller)

@@ -38,8 +38,8 @@ from ecd_client.shared.puts import Claim, NewEntry
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.reports import RankReports, Reports
-from ecd_client.vllm.middleware.images import IMAGE, Look
-from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.media import Look, Medium
 from ecd_client.vllm.middleware.reuse import ReuseMiddleware
 from ecd_client.vllm.scheduler import encodes, loads
 from ecd_proto.placeholders import Placeholder
@@ -609,17 +609,18 @@ async def fetched() -> list[object]:
     """What is had of three pictures of a request when one of them cannot be fetched."""
     whole = asyncio.Event()
 
-    async def content(part: dict) -> object:
-        if part["name"] == "whole":
+    async def load(medium: Medium) -> object:
+        if medium.url == "whole":
             whole.set()
             return MediaWithBytes(SimpleNamespace(size=(1, 1)), b"bytes")
-        await (whole if part["name"] == "absent" else asyncio.Event()).wait()
+        await (whole if medium.url == "absent" else asyncio.Event()).wait()
         raise OSError("absent")
 
-    parts = [{"name": name, IMAGE: {"url": name}} for name in ("whole", "absent", "slow")]
-    look, pictures = Look(b"", parts=parts), object.__new__(Pictures)
-    pictures._fetcher = lambda: content
-    return [await pictures._contents(look), *(part[IMAGE]["url"][:5] for part in parts)]
+    parts = [{"image_url": {"url": name}} for name in ("whole", "absent", "slow")]
+    look = Look(b"", media=[Medium(part, "image_url") for part in parts])
+    fetcher = Fetcher(config.model_config)
+    fetcher._loader = lambda: load
+    return [await fetcher.fetch(look), *(part["image_url"]["url"][:5] for part in parts)]
 
 
 async def connected() -> bool:

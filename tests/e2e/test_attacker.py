@@ -74,7 +74,7 @@ LIMITS += ["--block-size", "32"]
 ATTACKED = "both", "consumer", "encoder"
 COMPARED = "both", "consumer"
 """Engines that answer as a plain one does; one that only encodes has nothing to say."""
-READY = "ecd: pictures that are stored are not preprocessed"
+READY = "ecd: pictures and videos that are stored are not preprocessed"
 
 pytestmark = pytest.mark.timeout(600 + REQUESTS)
 

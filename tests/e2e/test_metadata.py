@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import NEXT, VERSIONS, result_of
+from e2e.engines import NEXT, VERSIONS, require, result_of
 
 pytestmark = pytest.mark.timeout(600)
 NEWEST = pytest.mark.parametrize("version", [VERSIONS[0], NEXT], indirect=True, scope="session")
@@ -61,3 +61,43 @@ def test_a_picture_that_nobody_has_read_has_the_name_that_the_server_gives_it(
         takes["2"] = [True, True, True]
     assert limits == dict.fromkeys(("decoded RGB", "decoded RGBA", "downloaded"), takes)
     assert let_go == ["b", "c", "d"], "who has most held loses the oldest"
+
+
+@NEWEST
+def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
+    version: str, tmp_path: Path
+) -> None:
+    require("models")  # which decode sounds
+    said = result_of(version, "media_seams.py", str(tmp_path))
+    times = {"video": "the model needs the times of their frames, which no entry carries"}
+    none, named = "--limit-mm-per-prompt allows none", "--media-io-kwargs change their names"
+    some = {} if version == VERSIONS[0] else times
+    looked_up = [kind for kind in ("image", "video", "audio") if kind not in some]
+    assert said.pop("kinds") == [
+        [looked_up, some],
+        [looked_up[1:], {"image": none, **some}],
+        [[], {"image": none, "video": named, "audio": named, **some}],
+    ]
+    kinds = ["a video", "frames", "a sound", "a sound in JSON"]
+    for how in ("plain", "--media-io-kwargs"):
+        assert said.pop(f"named as vLLM does: {how}") == dict.fromkeys(kinds, True)
+    assert said.pop("stay") == [True] * 6
+    assert all(said.pop(f"bytes: {kind}") for kind in kinds)
+    assert said == {
+        "names are stable": True,
+        "names differ": True,
+        "another OpenCV": ["a video", "frames"],
+        "another libsndfile": ["a sound", "a sound in JSON"],
+        "other pixels of frames": ["frames"],
+        "another loader": ["a video", "frames"],
+        "the same bytes in one piece": ["frames"],
+        "a sound beyond the limit": False,
+        "a file within": True,
+        "a file outside": False,
+        "fetched": [True, 1, True, True],
+        "beyond a request's bytes": [False, True],
+        "beyond all bytes": [True, False, True, 1],
+        "bytes that stay held": 0,
+        "beyond the bytes alone": [False, False],
+        "an encoder's answer": [[0], {"audio_feature_lengths": [50]}],
+    }

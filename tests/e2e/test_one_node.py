@@ -179,7 +179,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert done.pop("what was brought is stored") is False
         is_counted = version == NEXT  # and would be counted anew without what was fetched
         first = "whole" if is_counted else "data:"
-        assert done.pop("fetched") == [[], first, "absen", "slow"]
+        assert done.pop("fetched") == [False, first, "absen", "slow"]
         assert done.pop("the middleware is connected") is True
         prompts = {name: done.pop(name) for name in list(done) if "prompt's embeddings" in name}
         assert len(prompts) == 4

@@ -80,7 +80,7 @@ def encoded(server: Server) -> float:
 
 
 def failures(servers: Servers) -> int:
-    said = "a request without its pictures failed, and was made with them"
+    said = "a request without its media failed, and was made with them"
     return servers.server.text().count(said)
 
 
@@ -448,7 +448,7 @@ def test_vllm_0_28_serves_as_ever_and_is_told_why(
     server = api_server(version, tmp_path / "log", model, "ec_both", MIDDLEWARE, **extra)
     try:
         server.wait_ready()
-        said = "ecd: pictures are preprocessed as ever: this version of vLLM takes no metadata"
+        said = "ecd: all media are preprocessed each time: this version of vLLM takes no metadata"
         eventually(lambda: said in server.text())
         for _ in range(2):
             assert server.chat(shown(new.url()))[0] == 200

@@ -23,7 +23,7 @@ pytestmark = [
 
 COUNTS = ["--worker-extension-cls", "counting_worker.Counting"]
 REUSES = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
-ASIDE = "ecd: pictures are preprocessed as ever: it works for one API server and one engine"
+ASIDE = "ecd: all media are preprocessed each time: it works for one API server and one engine"
 PICTURES = 8
 BARE = {
     "type": "image_embeds",

@@ -19,7 +19,7 @@ from ecd_client import Client
 from ecd_client.vllm.middleware import encode_hop, encoders
 from ecd_client.vllm.middleware.encode_hop import IS_HOP, EncodeHop, NotEncoded
 from ecd_client.vllm.middleware.encoders import Encoders
-from ecd_client.vllm.middleware.images import Missing
+from ecd_client.vllm.middleware.media import Medium, Missing
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
@@ -187,7 +187,7 @@ def count(name: str, **labels: str) -> float:
 def picture(name: str, tokens: int = 10) -> Missing:
     url = f"data:image/png;base64,{name}"
     part = {"type": "image_url", "image_url": {"url": url}}
-    return Missing(part, url, name, "namespace", tokens)
+    return Missing(Medium(part, "image_url"), url, name, "namespace", tokens)
 
 
 def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client: Client) -> None:
@@ -199,7 +199,7 @@ def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client:
                 [Hint("10.0.0.1:9465", 0, 4096, 100)],
             )
             [asked], [headers] = engine.asked, engine.headers
-            part = {**picture("a").part, "uuid": "a"}
+            part = {**picture("a").medium.part, "uuid": "a"}
             messages = [{"role": "user", "content": [part]}]
             params = {"ecd_hop": True}
             assert asked == {
@@ -335,7 +335,7 @@ def test_a_name_that_a_client_has_chosen_leaves_no_encoder_out(client: Client) -
     async def run() -> None:
         async with hop_to(client, encodes, encodes) as (hop, [first, other], _):
             for name in "ab":
-                promised = look(picture(name), pictures=None)
+                promised = look(picture(name), names=None)
                 await hop.complete(promised, "caller")
                 assert promised.promised
                 hop.blame(promised)
@@ -489,7 +489,7 @@ def test_pictures_on_their_way_are_bounded(
 def look(*missing: Missing, **known: Any) -> Any:
     """A request's pictures, as far as the hop looks at them."""
     names = frozenset(each.stored_name for each in missing)
-    here = {"missing": missing, "found": [], "promised": [], "pictures": names}
+    here = {"missing": missing, "found": [], "promised": [], "names": names}
     return SimpleNamespace(**{**here, **known})
 
 

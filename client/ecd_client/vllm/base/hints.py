@@ -61,6 +61,13 @@ def hints_in(
     return found
 
 
+def names_items(params: object) -> bool:
+    """Whether `ec_transfer_params` name items that encoders have stored."""
+    if not isinstance(params, dict):
+        return False
+    return "ec_items" in params or any(isinstance(item, dict) for item in params.values())
+
+
 def consumers_in(params: object) -> list[str]:
     """The nodes that will want the request's items."""
     if not isinstance(params, dict):

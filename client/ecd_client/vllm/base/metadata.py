@@ -67,7 +67,7 @@ class PlaceholderMetadata:
                 item = items.setdefault(feature.identifier, {"item_indices": [], "metadata": {}})
                 item["item_indices"].append(index)
             return items
-        items = collect_ec_item_metadata(mm_features, _NoFields)  # which looks at no data
+        items = collect_ec_item_metadata(mm_features, NoFields)  # which looks at no data
         said: dict[str, Mapping[str, Any]] = {}
         are_apart = not any(map(_is_interleaved, mm_features))
         for feature in mm_features:
@@ -283,7 +283,7 @@ def keep_media(metadata: PlaceholderMetadata) -> None:
     ReceiverCache.get_and_update_item = kept
 
 
-class _NoFields:
+class NoFields:
     """Names no field of any item as metadata."""
 
     @staticmethod

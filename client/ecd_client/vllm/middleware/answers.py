@@ -1,4 +1,4 @@
-"""Answers in place of an engine that only encodes, for requests whose pictures ecd has."""
+"""Answers in place of an engine that only encodes, for requests whose media ecd has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_client.vllm.base.compat import collect_ec_item_metadata
 from ecd_client.vllm.base.hints import add_hints, consumers_in
-from ecd_client.vllm.base.metadata import PlaceholderMetadata
-from ecd_client.vllm.middleware.images import Found, Look
+from ecd_client.vllm.base.metadata import NoFields
+from ecd_client.vllm.middleware.media import Found, Look
 
 STAYS_S = 10.0
 """How long the entries of an answer are held, for its consumer to come."""
@@ -33,25 +33,28 @@ class _Staying(NamedTuple):
 class Answers:
     """Makes the answers, and holds the entries that they name."""
 
-    def __init__(
-        self, client: Client, metadata: PlaceholderMetadata, model: str, *, announces_node: bool
-    ) -> None:
+    def __init__(self, client: Client, model: str, *, announces_node: bool) -> None:
         """`model` is the served one's name."""
-        self._client, self._metadata, self._model = client, metadata, model
+        self._client, self._model = client, model
         self._announces_node = announces_node
         self._staying: OrderedDict[tuple[str, str], _Staying] = OrderedDict()
 
+    @staticmethod
+    def knows(look: Look) -> bool:
+        """Whether the answer is known: vLLM may place media of several kinds in another order."""
+        return look.is_whole and len({medium.kind for medium in look.media}) == 1
+
     def answer(self, look: Look, caller: str) -> dict[str, Any]:
-        """The answer to a request whose pictures are stored; they stay stored for STAYS_S."""
+        """The answer to a request whose media are stored; they stay stored for STAYS_S."""
         features = [
-            SimpleNamespace(identifier=picture.name, modality="image", data=None, mm_position=None)
-            for picture in look.found
+            SimpleNamespace(identifier=found.name, modality=found.medium.kind, data=None)
+            for found in look.found
         ]
-        params: dict[str, Any] = collect_ec_item_metadata(features, self._metadata)
-        for picture in look.found:
-            params[picture.name]["metadata"] = dict(picture.placeholder.fields)
+        params: dict[str, Any] = collect_ec_item_metadata(features, NoFields)
+        for found in look.found:
+            params[found.name]["metadata"] = dict(found.placeholder.fields)
         namespace = look.found[0].item.namespace
-        stored = {picture.name: picture.item.mm_hash for picture in look.found}
+        stored = {found.name: found.item.mm_hash for found in look.found}
         with contextlib.suppress(EcdError):
             if self._announces_node:
                 hints = {
@@ -85,12 +88,12 @@ class Answers:
         Beyond MAX_STAYING the caller with the most entries loses its oldest.
         """
         until_s = clock.now_s() + STAYS_S
-        for picture in found:
-            key = picture.item.namespace, picture.item.mm_hash
+        for each in found:
+            key = each.item.namespace, each.item.mm_hash
             before = self._staying.pop(key, None)
             if before is not None:
                 before.item.close()
-            self._staying[key] = _Staying(picture.item, until_s, caller)
+            self._staying[key] = _Staying(each.item, until_s, caller)
         while len(self._staying) > MAX_STAYING:
             held = Counter(staying.caller for staying in self._staying.values())
             [(most, _)] = held.most_common(1)

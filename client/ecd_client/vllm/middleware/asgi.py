@@ -1,17 +1,18 @@
-"""A request in parts: its kind, its body, and a client that may disconnect meanwhile."""
+"""A request in parts: its kind, its body, a client that may disconnect, and attempts to answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 256 << 20
 """Largest body that is parsed."""
+_STREAMED_ERROR = b'data: {"error"'
 
 
 def is_chat(scope: Scope) -> bool:
@@ -90,3 +91,41 @@ async def _left(receive: Receive) -> Message:
         message = await receive()
         if message["type"] == "http.disconnect":
             return message
+
+
+class Attempt:
+    """One way to serve a request. An answer with a status of `fails_from` or more is not sent.
+
+    `begun` is called when the answer begins, and it is known whether it has failed.
+
+    A stream says that it fails in its first chunk with content. What comes before, which is the
+    answer's start and a chunk that names the role, is held until then.
+    """
+
+    def __init__(
+        self, send: Send, fails_from: int | None = None, begun: Callable[[], None] | None = None
+    ) -> None:
+        self._send, self._fails_from, self._begun = send, fails_from, begun
+        self._held: list[Message] = []
+        self.has_failed = self.has_begun = False
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.has_failed = self.status >= (self._fails_from or 500)
+            if is_stream(message):
+                self._held = [message]
+                return
+        elif self._held and not self.has_failed:
+            self.has_failed = message.get("body", b"").startswith(_STREAMED_ERROR)
+            if len(self._held) == 1 and not self.has_failed and message.get("more_body", False):
+                self._held.append(message)
+                return
+        if not (self.has_failed and self._fails_from):
+            if not self.has_begun and self._begun is not None:
+                self._begun()
+            self.has_begun = True
+            held, self._held = self._held, []
+            for each in (*held, message):
+                await self._send(each)

@@ -22,7 +22,7 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import CONSUMERS, hints_in
 from ecd_client.vllm.middleware.encoders import Encoder, Encoders
-from ecd_client.vllm.middleware.images import Look, Missing, Promise
+from ecd_client.vllm.middleware.media import Look, Missing, Promise
 from ecd_client.vllm.middleware.places import Asker, Places
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
@@ -125,7 +125,7 @@ class EncodeHop:
 
         None is left out where a client has named a picture: it can give one name to two pictures.
         """
-        if look.pictures is None:
+        if look.names is None:
             return
         now_s = clock.now_s()
         for encoder in {promise.encoder for _, promise in look.promised}:
@@ -157,7 +157,7 @@ class EncodeHop:
             for flight in flights:
                 flight.cancel()
         placeholders = [promise.placeholder for promise in promises]
-        if may_be_together([*(picture.placeholder for picture in look.found), *placeholders]):
+        if may_be_together([*(found.placeholder for found in look.found), *placeholders]):
             look.promised = list(zip(look.missing, promises, strict=True))
 
     async def promise(

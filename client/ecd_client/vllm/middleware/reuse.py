@@ -1,10 +1,11 @@
-"""Middleware for vLLM's API server: a picture that ecd has is not decoded or preprocessed again.
+"""Middleware for vLLM's API server: media that ecd has are not decoded or preprocessed again.
 
     vllm serve MODEL --ec-transfer-config ... --middleware ecd_client.vllm.ReuseMiddleware
 
-vLLM's own hasher names each picture of a chat completion. If ecd has all of them, an engine that
-prefills gets the names and the placeholder metadata in place of the pictures. An engine that only
-encodes does nothing: the answer is what it would say. All other requests pass as they are.
+Each picture, video and sound of a chat completion gets a name. If ecd has all of them, an engine
+that prefills gets the names and the placeholder metadata in place of the media. An engine that only
+encodes does nothing: the answer is what it would say. Videos and sounds that ecd lacks go on with
+their names, so that they are stored under these. All other requests pass as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
@@ -30,16 +31,17 @@ from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import FAIL, Settings
 from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.asgi import (
+    Attempt,
     Leaving,
     caller_of,
     is_chat,
-    is_stream,
     whole_body,
     with_body,
 )
 from ecd_client.vllm.middleware.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
-from ecd_client.vllm.middleware.images import IMAGE, Look
-from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.kinds import in_words, kinds_of
+from ecd_client.vllm.middleware.media import Look
+from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.registered import (
     URL_VARIABLE,
     Registered,
@@ -47,6 +49,7 @@ from ecd_client.vllm.middleware.registered import (
     repeat,
     server_url,
 )
+from ecd_client.vllm.middleware.requests import Requests
 from ecd_client.vllm.middleware.rests import Rests
 
 if TYPE_CHECKING:
@@ -56,7 +59,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 CONNECT_S = 2.0
 """How long the start waits for the daemon."""
-_STREAMED_ERROR = b'data: {"error"'
 
 
 class ReuseMiddleware:
@@ -79,21 +81,24 @@ class ReuseMiddleware:
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
         body, again = await whole_body(receive)
-        if body is None or IMAGE.encode() not in body:
+        if body is None or not reuse.requests.may_have_media(body):
             await self._app(scope, again, send)
             return
         reuse.active += 1
         try:
-            await self._with_pictures(reuse, body, scope, receive, send)
+            look = await reuse.requests.look(body)
+            try:
+                await self._complete(reuse, look, scope, receive, send)
+            finally:
+                reuse.requests.release(look)
         finally:
             reuse.active -= 1
 
-    async def _with_pictures(
-        self, reuse: Reuse, body: bytes, scope: Scope, receive: Receive, send: Send
+    async def _complete(
+        self, reuse: Reuse, look: Look, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        look = await reuse.pictures.look(body)
-        if reuse.rests.are_resting(look.pictures, clock.now_s()):
-            look.close()
+        if reuse.rests.are_resting(look.names, clock.now_s()):
+            await self._give_up(look)
         if reuse.hop is None or not look.missing:
             await self._serve(reuse, look, scope, receive, send)
             return
@@ -109,30 +114,38 @@ class ReuseMiddleware:
     async def _serve(
         self, reuse: Reuse, look: Look, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if look.is_whole and reuse.only_encodes:
+        if reuse.only_encodes and reuse.answers.knows(look):
             answer = reuse.answers.answer(look, caller_of(scope, reuse.has_keys))
             await JSONResponse(answer)(scope, receive, send)
             return
-        if not look.is_whole:
-            look.close()
+        if not look.is_whole or reuse.only_encodes:
+            await self._give_up(look)
             await self._app(*with_body(scope, look.body, receive), send)
             return
         # Metadata may be such that vLLM takes them for the client's mistake.
-        attempt = _Attempt(send, fails_from=400)
+        attempt = Attempt(send, fails_from=400, begun=lambda: reuse.requests.release(look))
         try:
             await self._try(attempt, scope, look.rewritten(), receive)
         finally:
             look.close()
         if not attempt.has_failed:
-            reuse.rests.note_served(look.pictures)
+            reuse.rests.note_served(look.names)
             return
 
         def begun() -> None:
             if not second.has_failed:  # the request itself is right
                 reuse.note_failed(look, is_refused=400 <= attempt.status < 500)
 
-        second = _Attempt(send, begun=begun)
+        await asyncio.to_thread(look.settle)
+        second = Attempt(send, begun=begun)
         await self._app(*with_body(scope, look.body, receive), second.send)
+
+    @staticmethod
+    async def _give_up(look: Look) -> None:
+        """Have the request bring its media."""
+        if not look.is_settled and look.media:
+            await asyncio.to_thread(look.settle)
+        look.close()
 
     async def _start(self, state: Any) -> None:
         try:
@@ -141,15 +154,18 @@ class ReuseMiddleware:
             self._reuse = reuse
             reuse.start()
             logger.info(
-                "ecd: pictures that are stored are not preprocessed%s",
+                "ecd: %s that are stored are not preprocessed%s",
+                in_words(reuse.kinds),
                 "" if is_connected else ", once the daemon answers",
             )
+            for kind, why in reuse.left_out.items():
+                logger.info("ecd: %s are preprocessed each time: %s", in_words([kind]), why)
         except Unsuitable as error:
-            logger.warning("ecd: pictures are preprocessed as ever: %s", error)
+            logger.warning("ecd: all media are preprocessed each time: %s", error)
         except Exception:
-            logger.warning("ecd: pictures are preprocessed as ever", exc_info=True)
+            logger.warning("ecd: all media are preprocessed each time", exc_info=True)
 
-    async def _try(self, attempt: _Attempt, scope: Scope, body: bytes, receive: Receive) -> None:
+    async def _try(self, attempt: Attempt, scope: Scope, body: bytes, receive: Receive) -> None:
         """Serve the request with another body, unless vLLM fails before it sends anything."""
         try:
             await self._app(*with_body(scope, body, receive), attempt.send)
@@ -159,50 +175,12 @@ class ReuseMiddleware:
             attempt.has_failed = True
 
 
-class _Attempt:
-    """One way to serve a request. An answer with a status of `fails_from` or more is not sent.
-
-    `begun` is called when the answer begins, and it is known whether it has failed.
-
-    A stream says that it fails in its first chunk with content. What comes before, which is the
-    answer's start and a chunk that names the role, is held until then.
-    """
-
-    def __init__(
-        self, send: Send, fails_from: int | None = None, begun: Callable[[], None] | None = None
-    ) -> None:
-        self._send, self._fails_from, self._begun = send, fails_from, begun
-        self._held: list[Message] = []
-        self.has_failed = self.has_begun = False
-        self.status = 0
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.has_failed = self.status >= (self._fails_from or 500)
-            if is_stream(message):
-                self._held = [message]
-                return
-        elif self._held and not self.has_failed:
-            self.has_failed = message.get("body", b"").startswith(_STREAMED_ERROR)
-            if len(self._held) == 1 and not self.has_failed and message.get("more_body", False):
-                self._held.append(message)
-                return
-        if not (self.has_failed and self._fails_from):
-            if not self.has_begun and self._begun is not None:
-                self._begun()
-            self.has_begun = True
-            held, self._held = self._held, []
-            for each in (*held, message):
-                await self._send(each)
-
-
 class Unsuitable(Exception):
-    """Why this server's pictures cannot be left out."""
+    """Why this server's media cannot be left out."""
 
 
 class Reuse:
-    """One server's pictures and answers, and the pictures that a failure excludes for a while."""
+    """One server's requests and answers, and the media that a failure excludes for a while."""
 
     def __init__(self, state: Any) -> None:
         """Take the settings of a server by its application's state. Raises Unsuitable."""
@@ -220,9 +198,13 @@ class Reuse:
             namespace = SeenNamespace(config.instance_id)
         except FileNotFoundError:
             raise Unsuitable("its engine runs elsewhere, or as another user") from None
-        metadata = PlaceholderMetadata(config.model_config)
-        if not metadata.announces("image"):
-            raise Unsuitable("the model's pictures have no metadata that can take their place")
+        metadata, names = PlaceholderMetadata(config.model_config), Names(config.model_config)
+        self.kinds, self.left_out = kinds_of(
+            config.model_config, settings, metadata, names, only_encodes=self.only_encodes
+        )
+        if not self.kinds:
+            said = "; ".join(f"{in_words([kind])}: {why}" for kind, why in self.left_out.items())
+            raise Unsuitable(said or "the model takes no pictures, videos or sounds")
         adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
         models = [*(state.args.served_model_name or [state.args.model]), *adapters]
         client = Client(
@@ -240,25 +222,27 @@ class Reuse:
             self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
         engine = engine_id(config.instance_id)
         self.active = 0
-        """Requests with pictures that are being served."""
+        """Requests with media that are being served."""
         self._repeated: list[Callable[[], Awaitable[None]]] = []
         self._tasks: list[asyncio.Task[None]] = []
         if self.hop is not None and _follows():
             self._repeated.append(Registered(client, engine, namespace.read, self.hop).ask)
         if transfer.is_ec_producer:
             self._register(engine, state.args)
-        self.pictures = Pictures(
+        self.requests = Requests(
             client,
             settings,
             namespace,
             config.model_config,
             metadata,
             models,
-            may_stream=not self.only_encodes,
+            names,
+            self.kinds,
+            only_encodes=self.only_encodes,
+            has_encoder=not in_need,
             has_hop=self.hop is not None,
         )
-        announces_node = settings.announces_node
-        self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
+        self.answers = Answers(client, models[0], announces_node=settings.announces_node)
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
         self.rests = Rests()
 
@@ -278,7 +262,7 @@ class Reuse:
         self._tasks = [asyncio.create_task(repeat(act)) for act in self._repeated]
 
     def connect(self) -> bool:
-        """Wait for the daemon, so that the first requests find pictures; False: it is away."""
+        """Wait for the daemon, so that the first requests find media; False: it is away."""
         try:
             self._client.wait_connected(CONNECT_S)
         except EcdError:
@@ -297,7 +281,7 @@ class Reuse:
         return self._lets_in(headers) and "json" in headers.get("content-type", "")
 
     def note_failed(self, look: Look, *, is_refused: bool) -> None:
-        """Hold it against a request's pictures that it failed without them, and is right with them.
+        """Hold it against a request's media that it failed without them, and is right with them.
 
         Where the engine did not refuse the request, but failed with what encoders had promised,
         these rest instead.
@@ -305,25 +289,23 @@ class Reuse:
         if self.hop is not None and look.promised and not is_refused:
             self.hop.blame(look)
         else:
-            self.rests.note_failed(look.pictures, clock.now_s())
-        logger.warning("ecd: a request without its pictures failed, and was made with them")
+            self.rests.note_failed(look.names, clock.now_s())
+        logger.warning("ecd: a request without its media failed, and was made with them")
 
 
 def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> str | None:
-    """Why the names of this server's pictures, or its engine, cannot be known. None: they can."""
+    """Why the names of this server's media, or its engine, cannot be known. None: they can."""
     multimodal, lora = config.model_config.multimodal_config, config.lora_config
     if multimodal is None:
         return "the model takes text alone"
-    if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
-        return "--mm-processor-kwargs and --media-io-kwargs change pictures' names"
     if lora is not None and lora.enable_tower_connector_lora:
-        return "an adapter of the vision tower changes pictures' names"
+        return "an adapter of the vision tower changes the names of media"
     if not only_encodes and not multimodal.enable_mm_embeds:
         return "the server does not take embeddings: give --enable-mm-embeds"
     if not settings.trusts_uuids:
         return "ecd_uuids is refuse, so that nothing is shared"
     if envs.VLLM_MEDIA_CONNECTOR != "http":
-        return "VLLM_MEDIA_CONNECTOR may load other pictures than it is asked for"
+        return "VLLM_MEDIA_CONNECTOR may load other media than it is asked for"
     several = (getattr(args, "api_server_count", None) or 1) > 1
     if several or config.parallel_config.data_parallel_size > 1:
         return "it works for one API server and one engine, not for several"

@@ -1,0 +1,50 @@
+"""The kinds of media that a server's middleware looks up, and why it leaves others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.middleware.media import AUDIO, IMAGE, VIDEO
+from ecd_client.vllm.middleware.naming import Names
+
+_WORDS = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "audio clips"}
+_TIMES = {"timestamps", "second_per_grid_ts"}
+"""Metadata of videos that no entry carries: they are too long, or no whole numbers."""
+
+
+def kinds_of(
+    model_config: Any,
+    settings: Settings,
+    metadata: PlaceholderMetadata,
+    names: Names,
+    *,
+    only_encodes: bool,
+) -> tuple[list[str], dict[str, str]]:
+    """The kinds that are looked up, and for each other one that the model takes why it is not."""
+    limits, taken = model_config.multimodal_config, metadata.media
+    looked_up, left_out = [], {}
+    for kind in _WORDS:
+        if taken is not None and kind not in taken:
+            continue
+        if not limits.get_limit_per_prompt(kind):
+            left_out[kind] = "--limit-mm-per-prompt allows none"
+        elif settings.keeps_private(kind, is_streaming=False):
+            left_out[kind] = "ecd_modalities leaves them out"
+        elif not metadata.announces(kind):
+            left_out[kind] = "the model has no metadata that can take their place"
+        elif metadata.fields_for(kind) & _TIMES:
+            left_out[kind] = "the model needs the times of their frames, which no entry carries"
+        elif names.has_io_kwargs(kind) and (kind == IMAGE or only_encodes):
+            left_out[kind] = "--media-io-kwargs change their names"
+        else:
+            looked_up.append(kind)
+    return looked_up, left_out
+
+
+def in_words(kinds: Sequence[str]) -> str:
+    """The kinds as people call them."""
+    words = [_WORDS[kind] for kind in kinds]
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

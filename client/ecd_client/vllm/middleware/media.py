@@ -1,0 +1,226 @@
+"""Media of a request as the middleware sees them: found, missing, or promised by an encoder."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ecd_client.item import Item
+from ecd_client.vllm.base.hints import add_hints
+from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.middleware.encoders import Encoder
+from ecd_proto.contract import Hint
+from ecd_proto.placeholders import Placeholder
+
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+INPUT_AUDIO = "input_audio"
+KINDS = {"image_url": IMAGE, "video_url": VIDEO, "audio_url": AUDIO, INPUT_AUDIO: AUDIO}
+"""The modality of each type of part that brings a medium; the part has a key of this name, too."""
+FORMATS = "wav", "mp3"
+"""Formats of INPUT_AUDIO that vLLM takes."""
+READ_BY_KEY = frozenset(
+    (*KINDS, *(f"{kind}_embeds" for kind in KINDS.values()), "image_pil", "prompt_embeds")
+)
+"""Keys of a part of which vLLM reads the first in its own order, once the part has a `uuid`."""
+
+
+class Raw(NamedTuple):
+    """The bytes of a video or a sound, which nobody has decoded.
+
+    `is_frames`: they are the text of a `video/jpeg` URL, a list of frames in base64.
+    """
+
+    original_bytes: bytes
+    is_frames: bool = False
+
+
+@dataclass(eq=False)
+class Medium:
+    """One medium of a request.
+
+    `content` is what was fetched: a picture as vLLM's hasher takes it, or the `Raw` bytes of other
+    media. `uuid` is what the part says of the medium, or can say, and `name` is vLLM's mm_hash of a
+    part that says so.
+    """
+
+    part: dict[str, Any]
+    key: str
+    content: Any = None
+    uuid: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self._came = dict(self.part)
+
+    @property
+    def kind(self) -> str:
+        """The medium's modality."""
+        return KINDS[self.key]
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the client has named the medium."""
+        return self._came.get("uuid") is not None
+
+    @property
+    def is_named_here(self) -> bool:
+        """Whether vLLM gives the medium another name than the middleware."""
+        return self.kind != IMAGE and not self.is_chosen
+
+    @property
+    def url(self) -> Any:
+        """Where vLLM would load the medium from."""
+        said = self._came[self.key]
+        if self.key != INPUT_AUDIO:
+            return said.get("url")
+        data = said.get("data")
+        return f"data:audio/{said['format']};base64,{data}" if data else None
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the request itself has the medium's bytes."""
+        if self.key == INPUT_AUDIO:
+            return True
+        url = self.url
+        return isinstance(url, str) and url[:5].lower() == "data:"
+
+    def data_url(self) -> str | None:
+        """The medium's bytes as a URL. None: the middleware does not have them."""
+        if self.is_inline:
+            url: str = self.url
+            return url
+        if self.content is None:
+            return None
+        encoded = b64encode(self.content.original_bytes).decode()
+        return f"data:{self.kind}/unknown;base64,{encoded}"
+
+    def keep_bytes(self) -> None:
+        """Keep of what was fetched what the request does not have: no pixels."""
+        if self.is_inline or self.content is None:
+            self.content = None
+        else:
+            self.content = Raw(self.content.original_bytes)
+
+    def put_in(self, *, is_named: bool) -> bool:
+        """Bring the medium: its bytes if they were fetched, and its name. False: as it came."""
+        self.part.clear()
+        self.part.update(self._came)
+        is_fetched = self.content is not None and not self.is_inline
+        if is_fetched:
+            self.part[self.key] = {"url": self.data_url()}
+        is_named = is_named and self.is_named_here
+        if is_named:
+            self.part["uuid"] = self.uuid
+        return is_fetched or is_named
+
+    def leave_out(self, placeholder: Placeholder) -> None:
+        """Bring the medium's name and metadata alone."""
+        self.part.clear()
+        self.part.update({k: v for k, v in self._came.items() if k != self.key})
+        embeds = f"{self.kind}_embeds"
+        self.part.update({"type": embeds, embeds: dict(placeholder.fields), "uuid": self.uuid})
+
+
+class Found(NamedTuple):
+    """A medium in a request, its entry in ecd, and its metadata."""
+
+    medium: Medium
+    item: Item
+    placeholder: Placeholder
+
+    @property
+    def name(self) -> str:
+        return self.medium.name
+
+
+class Missing(NamedTuple):
+    """A picture in a request that ecd lacks: its bytes as a URL, and its tokens, estimated."""
+
+    medium: Medium
+    url: str
+    name: str
+    namespace: str
+    tokens: int
+    salt: str | None = None
+
+    @property
+    def stored_name(self) -> str:
+        return stored_name(self.name, self.salt)
+
+
+class Promise(NamedTuple):
+    """A stored picture's metadata and place, and the encoder that says so."""
+
+    placeholder: Placeholder
+    hints: list[Hint]
+    encoder: Encoder
+
+
+@dataclass
+class Look:
+    """A request's body, and all of its media if ecd has all.
+
+    An encode hop gets those that are `missing`, and has them `promised`, all or none. `names` are
+    the stored names of all; None: they are not known, or a client has chosen one. `is_named`: where
+    vLLM gets media, it gets the middleware's names of videos and sounds, too.
+    """
+
+    body: bytes
+    request: dict[str, Any] = field(default_factory=dict)
+    media: list[Medium] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+    promised: list[tuple[Missing, Promise]] = field(default_factory=list)
+    names: frozenset[str] | None = None
+    is_named: bool = False
+    is_settled: bool = False
+    fetched_bytes: int = 0
+
+    @property
+    def salt(self) -> str | None:
+        """The request's `cache_salt`: tenants with different ones share nothing."""
+        return self.request.get("cache_salt")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine can do without the media."""
+        return 0 < len(self.media) == len(self.found) + len(self.promised)
+
+    def rewritten(self) -> bytes:
+        """The request with names and metadata in place of its media."""
+        for found in self.found:
+            found.medium.leave_out(found.placeholder)
+        for missing, promise in self.promised:
+            missing.medium.leave_out(promise.placeholder)
+        hints = {
+            missing.name: promise.hints[0] for missing, promise in self.promised if promise.hints
+        }
+        if not hints:
+            return packed(self.request)
+        said = self.request.get("ec_transfer_params")
+        params = {**(said if isinstance(said, dict) else {}), **{name: {} for name in hints}}
+        add_hints(params, hints)
+        return packed({**self.request, "ec_transfer_params": params})
+
+    def settle(self) -> None:
+        """Make the body that brings the media: with what was fetched of them, and their names."""
+        if self.is_settled:
+            return
+        self.is_settled = True
+        put_in = [medium.put_in(is_named=self.is_named) for medium in self.media]
+        if any(put_in):
+            self.body = packed(self.request)
+        for medium in self.media:
+            medium.content = None
+
+    def close(self) -> None:
+        for found in self.found:
+            found.item.close()
+        self.found, self.missing = [], []
+
+
+def packed(request: dict[str, Any]) -> bytes:
+    """The request as a body."""
+    return json.dumps(request).encode()

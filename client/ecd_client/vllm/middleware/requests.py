@@ -1,0 +1,232 @@
+"""Media of a chat completion, and their entries in ecd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from vllm.logger import init_logger
+
+from ecd_client import clock
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.vllm.base.hints import hints_in, names_items
+from ecd_client.vllm.base.identity.identity import PRIVATE
+from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
+from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
+from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.media import (
+    FORMATS,
+    IMAGE,
+    INPUT_AUDIO,
+    KINDS,
+    READ_BY_KEY,
+    Found,
+    Look,
+    Medium,
+    Missing,
+)
+from ecd_client.vllm.middleware.naming import Names
+from ecd_proto.placeholders import Placeholder
+
+logger = init_logger(f"vllm.{__name__}")
+
+MAX_MEDIA = 64
+"""Most media that are looked up for one request."""
+REMOTE_WAIT_S = 0.05
+"""How long a request waits for media that are being written, or that other nodes may have."""
+_UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields of a request that change its media's names."""
+_PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
+"""Types of parts that may stand beside media."""
+
+
+class Requests:
+    """Finds the media of requests in ecd."""
+
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        namespace: SeenNamespace,
+        model_config: Any,
+        metadata: PlaceholderMetadata,
+        models: list[str],
+        names: Names,
+        kinds: Collection[str],
+        *,
+        only_encodes: bool,
+        has_encoder: bool,
+        has_hop: bool,
+    ) -> None:
+        """`models` are the names that requests may give, `namespace` is the engine's.
+
+        Requests with media of other `kinds` pass as they came. With `has_hop` a look has what ecd
+        has of a request, and what is missing. `only_encodes` and `has_encoder` say what the engine
+        is for.
+        """
+        self._client, self._settings, self._namespace = client, settings, namespace
+        self._models, self._metadata, self._names = models, metadata, names
+        self._only_encodes, self._has_encoder, self._has_hop = only_encodes, has_encoder, has_hop
+        multimodal = model_config.multimodal_config
+        self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
+        self._types = [key.encode() for key, kind in KINDS.items() if kind in kinds]
+        self._fetcher = Fetcher(model_config)
+
+    def may_have_media(self, body: bytes) -> bool:
+        """Whether a request can have media of a kind that is looked up."""
+        return any(each in body for each in self._types)
+
+    async def look(self, body: bytes) -> Look:
+        """Find all media of a request, or none of them; vLLM refuses what is mixed.
+
+        None is found where one is missing that no hop can have encoded. The caller releases what
+        was fetched.
+        """
+        look = Look(body)
+        try:
+            await asyncio.to_thread(self._read, look)
+            if look.media and await self._fetcher.fetch(look):
+                await asyncio.to_thread(self._find_all, look)
+        except BaseException as error:
+            look.close()
+            self.release(look)
+            if not isinstance(error, Exception):
+                raise
+            # vLLM says what is wrong with the request.
+            logger.debug("ecd: a request passes as it is", exc_info=True)
+            return Look(body)
+        return look
+
+    def release(self, look: Look) -> None:
+        """Forget a request's media, which nobody needs any more."""
+        for medium in look.media:
+            medium.content = None
+        self._fetcher.release(look)
+
+    def _read(self, look: Look) -> None:
+        request = json.loads(look.body)
+        if (
+            any(request.get(field) for field in _UNNAMED)
+            or request.get("model") not in (None, *self._models)
+            or (request.get("stream") and self._only_encodes)
+            or not isinstance(request.get("cache_salt") or "", str)
+        ):
+            return
+        media = _media(request, self._limits)
+        if self._only_encodes and any(medium.is_named_here for medium in media):
+            return  # the engines that it encodes for may look for vLLM's own names
+        counts = Counter(medium.kind for medium in media)
+        is_within = all(count <= self._limits[kind] for kind, count in counts.items())
+        if is_within and len(media) <= MAX_MEDIA:
+            look.request, look.media = request, media
+
+    def _find_all(self, look: Look) -> None:
+        namespace = self._namespace.read()
+        hints = hints_in(look.request.get("ec_transfer_params"))
+        # No encoder stores in a namespace that this engine alone has.
+        is_alone = (namespace or "").rpartition("|")[2].startswith(PRIVATE)
+        has_hop = self._has_hop and not is_alone
+        until_s = clock.now_s() + REMOTE_WAIT_S
+        names = []
+        with contextlib.suppress(EcdError):
+            for medium in look.media:
+                self._name(medium)
+                stored = stored_name(medium.name, look.salt)
+                names.append(stored)
+                if namespace is None or not self._settings.shares(stored):
+                    break
+                nodes = hints.get(medium.name, ())
+                found = self._find(namespace, medium, stored, nodes, until_s)
+                if found is not None:
+                    look.found.append(found)
+                elif has_hop and medium.kind == IMAGE and (url := medium.data_url()):
+                    tokens = _tokens(medium.content)
+                    missing = Missing(medium, url, medium.name, namespace, tokens, look.salt)
+                    look.missing.append(missing)
+                else:
+                    break
+        if len(look.found) + len(look.missing) < len(look.media):
+            look.close()
+        elif not any(medium.is_chosen for medium in look.media):
+            look.names = frozenset(names)
+        look.is_named = namespace is not None and self._is_named(look)
+        for medium in look.media:
+            medium.keep_bytes()
+        if not look.is_whole:
+            look.settle()
+
+    def _name(self, medium: Medium) -> None:
+        if medium.name:
+            return
+        if medium.is_chosen:
+            uuid = medium.part["uuid"]
+            if not isinstance(uuid, str) or not uuid:
+                raise TypeError("a uuid is no string, or empty")
+            medium.uuid = uuid
+        else:
+            medium.uuid = self._names.uuid(medium.kind, medium.content)
+        medium.name = self._names.mm_hash(medium.kind, medium.uuid)
+
+    def _is_named(self, look: Look) -> bool:
+        """Whether the request says the middleware's names of its videos and sounds, if any.
+
+        Not where encoders can have stored them under vLLM's own names, and the engine relies on
+        that: the request names what they have stored, or the engine has no encoder.
+        """
+        named = [medium for medium in look.media if medium.is_named_here]
+        for medium in named:
+            self._name(medium)
+        params: Any = look.request.get("ec_transfer_params")
+        if names_items(params):
+            return all(medium.name in params for medium in named)
+        return self._has_encoder
+
+    def _find(
+        self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
+    ) -> Found | None:
+        """The medium that is `stored` under this name, if it is here or comes until then."""
+        item, may_come = self._client.get_now(stored, namespace=namespace, is_use=False)
+        left_s = until_s - clock.now_s()
+        if item is None and (may_come or nodes) and left_s > 0:
+            item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False)
+        if item is None:
+            return None
+        said = Placeholder.unpack(item.metadata)
+        if said is not None and said.modality == medium.kind and item.shape:
+            placeholder = self._metadata.checked(medium.kind, said.fields, item.shape[0])
+            if placeholder is not None:
+                return Found(medium, item, placeholder)
+        item.close()
+        return None
+
+
+def _media(request: dict[str, Any], kinds: Collection[str]) -> list[Medium]:
+    """The media of a request. Empty where one is of another kind, or vLLM may read another key."""
+    found = []
+    for message in request["messages"]:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            key: Any = part.get("type") if isinstance(part, dict) else "text"
+            others = READ_BY_KEY.intersection(part) if isinstance(part, dict) else frozenset()
+            if key in _PLAIN and not others:
+                continue
+            if KINDS.get(key) not in kinds or others != {key}:
+                return []
+            if not isinstance(part[key], dict):  # vLLM refuses what is not
+                return []
+            if key == INPUT_AUDIO and part[key].get("format") not in FORMATS:
+                return []
+            found.append(Medium(part, key))
+    return found
+
+
+def _tokens(content: Any) -> int:
+    return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)
