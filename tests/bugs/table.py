@@ -1142,6 +1142,16 @@ EDITED = {
             "if nbytes > MAX_FETCHED_BYTES:",
         ),
     ),
+    "an encoder gives a video a name that engines without the middleware do not know": Bug(
+        "vllm",
+        "e2e/test_reuse_media.py::"
+        "test_an_encoder_gives_no_names_and_engines_find_what_it_stored_by_vllms",
+        Edit(
+            "client/ecd_client/vllm/middleware/requests.py",
+            "if self._only_encodes and any(",
+            "if self._only_encodes and not any(",
+        ),
+    ),
     "ECD_PIN=off pins": Bug(
         "gpu",
         "gpu/test_dma.py",

@@ -82,11 +82,12 @@ def without(tree: Any, place: int) -> Any:
 
 
 class Content(NamedTuple):
-    """A picture, its grid, and the name that it is sent under."""
+    """A picture or a video, its grid, and the name that it is sent under."""
 
     name: Any
     url: str
     grid: tuple[int, ...]
+    kind: str = "image"
 
 
 def content_of(name: Any) -> Content:
@@ -132,13 +133,19 @@ def picture(url: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def shown(content: Content) -> dict[str, Any]:
+    """A picture or a video without its name."""
+    key = f"{content.kind}_url"
+    return {"type": key, key: {"url": content.url}}
+
+
 def named(content: Content, **more: Any) -> Kept:
-    """A picture and its name."""
-    return Kept({**picture(content.url), "uuid": content.name, **more})
+    """The same with its name."""
+    return Kept({**shown(content), "uuid": content.name, **more})
 
 
 def bare(content: Content, *pairs: tuple[str, Any]) -> Kept:
-    """A name without its picture; `pairs` are what comes in its place."""
+    """A name without its content; `pairs` are what comes in its place."""
     part = Kept({**dict(pairs), "uuid": content.name})
     part.plainly = named(content)
     return part
@@ -146,14 +153,15 @@ def bare(content: Content, *pairs: tuple[str, Any]) -> Kept:
 
 def described(content: Content, grid: Any = None) -> Kept:
     """A name with its placeholder's metadata, as a proxy sends it."""
-    fields = {"image_grid_thw": list(content.grid) if grid is None else grid}
-    return bare(content, ("type", "image_embeds"), ("image_embeds", fields))
+    fields = {f"{content.kind}_grid_thw": list(content.grid) if grid is None else grid}
+    embeds = f"{content.kind}_embeds"
+    return bare(content, ("type", embeds), (embeds, fields))
 
 
-def uploaded(name: Any, embeds: Any, grid: Any) -> Kept:
+def uploaded(name: Any, embeds: Any, grid: Any, kind: str = "image") -> Kept:
     """A tensor of the client's own."""
-    fields = {"image_embeds": embeds, "image_grid_thw": grid}
-    return Kept({"type": "image_embeds", "image_embeds": fields, "uuid": name})
+    key = f"{kind}_embeds"
+    return Kept({"type": key, key: {key: embeds, f"{kind}_grid_thw": grid}, "uuid": name})
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
     GATE=FILE python counting_server.py ARGUMENTS...
 
-It tells of each call of a model's processor for media, which then passes the gate if there is one
-(`e2e.gates.Gate`), when ecd's middleware gets a request, and how long it had it before the next
-one got it. With CALM pictures rest for longer after a request that failed without them, it holds
-for longer what it has told of, and a call has no bound but what ecd gives it.
+It tells of each video and sound that is decoded, of each call of a model's processor for media,
+which then passes the gate if there is one (`e2e.gates.Gate`), when ecd's middleware gets a request,
+and how long it had it before the next one got it. With CALM media rest for longer after a request
+that failed without them, it holds for longer what it has told of, and a call has no bound but what
+ecd gives it.
 """
 
 import os
@@ -13,6 +14,8 @@ import runpy
 from pathlib import Path
 from timeit import default_timer
 
+from vllm.multimodal.media import audio
+from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.processing import InputProcessingContext
 
 from e2e.gates import pass_gate
@@ -24,14 +27,35 @@ from support.waiting import HANG_S
 
 call = InputProcessingContext.call_hf_processor
 begin, serve = ReuseMiddleware.__init__, ReuseMiddleware.__call__
+load_bytes, load_base64, load_audio = (
+    VideoMediaIO.load_bytes,
+    VideoMediaIO.load_base64,
+    audio.load_audio,
+)
 
 
 def call_and_say(self, hf_processor, data, *arguments, **named):
-    if any(data.get(media) for media in ("images", "videos")):
+    if any(data.get(media) for media in ("images", "videos", "audio", "audios")):
         print("media are preprocessed", flush=True)
         if gate := os.environ.get("GATE"):
             pass_gate(Path(gate))
     return call(self, hf_processor, data, *arguments, **named)
+
+
+def load_bytes_and_say(self, data):
+    print("a video is decoded", flush=True)
+    return load_bytes(self, data)
+
+
+def load_base64_and_say(self, media_type, data):
+    if media_type == "video/jpeg":
+        print("a video is decoded", flush=True)
+    return load_base64(self, media_type, data)
+
+
+def load_audio_and_say(*arguments, **named):
+    print("a sound is decoded", flush=True)
+    return load_audio(*arguments, **named)
 
 
 def begin_before_a_clock(self, app):
@@ -52,6 +76,8 @@ async def serve_with_a_clock(self, scope, receive, send):
 
 
 InputProcessingContext.call_hf_processor = call_and_say
+VideoMediaIO.load_bytes, VideoMediaIO.load_base64 = load_bytes_and_say, load_base64_and_say
+audio.load_audio = load_audio_and_say
 ReuseMiddleware.__init__ = begin_before_a_clock
 ReuseMiddleware.__call__ = serve_with_a_clock
 if os.environ.get("CALM"):

@@ -25,9 +25,11 @@ SPECIAL = [
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
+    "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
+    "{% elif c.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 
 
