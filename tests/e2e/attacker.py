@@ -30,6 +30,7 @@ from e2e.chats import (
     packed,
     picture,
     places,
+    shown,
     taken,
     tensor,
     text,
@@ -146,23 +147,25 @@ SPOILT: list[Callable[[bytes], bytes]] = [
 
 
 class Attacker:
-    """Draws requests. It knows the names of others' pictures."""
+    """Draws requests. It knows the names of others' pictures and videos."""
 
     def __init__(
         self,
         seed: object,
         engines: Sequence[str],
+        clips: Sequence[Content],
         shown: Sequence[Content],
         unseen: Sequence[Content],
         left_out: Collection[str] = (),
     ) -> None:
-        """Others' pictures are `shown` all the time, or `unseen` by engines until one is attacked.
+        """`clips` are videos of its own.
 
-        `left_out` has names of classes of requests.
+        Others' pictures and videos are `shown` all the time, or `unseen` by engines until one is
+        attacked. `left_out` has names of classes of requests.
         """
         self._chance, self._numbers = Random(f"{seed}"), count()
         self._engines, self._left_out = engines, set(left_out)
-        self._shown, self._unseen = shown, list(unseen)
+        self._own, self._shown, self._unseen = [*OWN, *clips], shown, list(unseen)
         self._classes: set[str] = set()
         self._right = SAME
 
@@ -275,7 +278,7 @@ class Attacker:
         """What proxies hand from engine to engine, and what they do not."""
         if self._often(0.15):
             return self._pick(VALUES)
-        names = [each.name for each in (*OWN, *self._shown) if self._often(0.4)]
+        names = [each.name for each in (*self._own, *self._shown) if self._often(0.4)]
         grid = [1, 16, 24]
         params = {name: self._pick([self._item(), {}, None, 5, [], "x"]) for name in names}
         if self._often(0.3):
@@ -299,16 +302,16 @@ class Attacker:
     # -- ordinary parts ------------------------------------------------------------------------
 
     def _content(self) -> Content:
-        """A name that an attacker knows, with its picture."""
+        """A name that an attacker knows, with its picture or video."""
         lot = self._chance.random()
         if lot < 0.6:
-            return self._pick(OWN)
+            return self._pick(self._own)
         self._is("odd name" if lot < 0.68 else "another's name")
         return self._pick(ODD if lot < 0.68 else self._shown)
 
     def _seen(self) -> Any:
-        """A picture without a name."""
-        return picture(self._pick([*OWN, *self._shown]).url)
+        """A picture or a video without a name."""
+        return shown(self._pick([*self._own, *self._shown]))
 
     def _named(self) -> Any:
         more = [{}, {}, {"detail": "high"}, {"detail": 5}, {"cache_control": {}}, {"type": None}]
@@ -325,7 +328,7 @@ class Attacker:
         return text(self._pick(ODD_TEXTS))
 
     def _misdescribed(self) -> Any:
-        """Metadata that are not those of the name's picture, or in another spelling."""
+        """Metadata that are not those of the name's content, or in another spelling."""
         self._is("spelling", SAME_OR_FAILS)
         content = self._content()
         right = list(content.grid)
@@ -352,16 +355,18 @@ class Attacker:
             return described(content, packed(self._pick(forms)))
         if how == 3:
             self._is("fields")
-            odd = {"image_embeds": None, "pixel_values": [0.5], "": 1, "video_grid_thw": right}
+            embeds, own = f"{content.kind}_embeds", f"{content.kind}_grid_thw"
+            other = "video_grid_thw" if content.kind == "image" else "image_grid_thw"
+            odd = {embeds: None, "pixel_values": [0.5], "": 1, other: right}
             name = self._pick([*odd])
             if self._often(0.3):
                 self._is("what ends a plain engine", ANY)
                 name = self._pick(["pixel_values", "pixel_values_videos", "second_per_grid_ts"])
                 odd = {name: packed(self._pick([tensor(384, 7), tensor(384, 1176), tensor(3)]))}
-            both = {"image_grid_thw": right, name: odd[name]}
-            twice = Pairs([("image_grid_thw", right), ("image_grid_thw", self._grid(right))])
+            both = {own: right, name: odd[name]}
+            twice = Pairs([(own, right), (own, self._grid(right))])
             fields = self._pick([both, {name: odd[name]}, {}, twice])
-            return bare(content, ("type", "image_embeds"), ("image_embeds", fields))
+            return bare(content, ("type", embeds), (embeds, fields))
         return described(content, self._grid(right))
 
     def _grid(self, right: list[int]) -> Any:
@@ -378,30 +383,31 @@ class Attacker:
     def _left_out_media(self) -> Any:
         """A name and no media at all, by every kind of part."""
         self._is("left out", SAME_OR_FAILS)
+        content = self._content()
         kinds = {
-            "image_url": [None, {"url": None}, {"url": ""}, {}, "", []],
-            "image_embeds": [None, {}, "", []],
+            f"{content.kind}_url": [None, {"url": None}, {"url": ""}, {}, "", []],
+            f"{content.kind}_embeds": [None, {}, "", []],
             "image_pil": [None, {}, "x", 5],
             "input_image": [None],
         }
-        kind = self._pick([*kinds])
+        kind = self._pick([*kinds][: 2 if content.kind == "video" else None])
         pairs = ("type", kind), (kind, self._pick(kinds[kind]))
-        return bare(self._content(), *pairs[self._pick([0, 1]) :])
+        return bare(content, *pairs[self._pick([0, 1]) :])
 
     def _unknown(self) -> Any:
         """A name that nobody has given to anything."""
         self._is("nobody's name", ANY)
-        content = content_of(f"nobody-{next(self._numbers)}")
-        nothing = bare(content, ("type", "image_url"), ("image_url", None))
+        kind = self._pick(["image", "video"])
+        content = content_of(f"nobody-{next(self._numbers)}")._replace(kind=kind)
+        nothing = bare(content, ("type", f"{kind}_url"), (f"{kind}_url", None))
         return self._pick([described(content), nothing])
 
     def _uploaded(self) -> Any:
         self._is("upload")
         number, grid = self._chance.randrange(4), [1, 16, 24]
-        forms = [grid, packed(torch.tensor(grid))]
-        return uploaded(
-            f"tensor-{number}", packed(tensor(96, WIDTH, seed=number)), self._pick(forms)
-        )
+        value, forms = tensor(96, WIDTH, seed=number), [grid, packed(torch.tensor(grid))]
+        kind = self._pick(["image", "video"])
+        return uploaded(f"{kind}-tensor-{number}", packed(value), self._pick(forms), kind)
 
     def _torn(self) -> Any:
         """A tensor of the client's own that no encoder makes.
@@ -438,27 +444,29 @@ class Attacker:
         return picture(self._pick(NO_URLS))
 
     def _other_form(self) -> Any:
-        """A picture in a form that is nearly vLLM's."""
+        """A picture or a video in a form that is nearly vLLM's."""
         self._is("form")
-        url = self._pick(OWN).url
+        content = self._pick(self._own)
+        url, kind = content.url, f"{content.kind}_url"
         if self._often(0.2):
             self._is("URL as text")
-            return {"type": "image_url", "image_url": url}
-        image, pixels = {"image_url": {"url": url}}, url.partition(",")[2]
+            return {"type": kind, kind: url}
+        image, pixels = {kind: {"url": url}}, url.partition(",")[2]
         urls = [
             *(url.replace("data:", "DATA:"), f"data:image/jpeg;base64,{pixels}", f" {url}"),
-            *(f"data:;base64,{pixels}", f"{url}\n", url[:-200]),
+            *(f"data:;base64,{pixels}", f"{url}\n", url[:-200], f"data:video/jpeg;base64,{pixels}"),
         ]
-        one, other = ("type", "image_url"), ("image_url", {"url": url})
+        one, other = ("type", kind), (kind, {"url": url})
         words = ("type", "text"), ("text", "a")
         return self._pick(
             [
-                *map(picture, urls),
-                *({"image_url": url}, image, {"type": "input_image", "image_url": url}),
-                *({"type": "input_image", **image}, {"type": "image", **image}),
-                {**picture(url), "image_embeds": {"image_grid_thw": [1, 16, 24]}},
+                *({"type": kind, kind: {"url": each}} for each in urls),
+                *({kind: url}, image, {"type": "input_image", kind: url}),
+                *({"type": "input_image", **image}, {"type": content.kind, **image}),
+                {**shown(content), "image_embeds": {"image_grid_thw": [1, 16, 24]}},
+                {**shown(content), "video_embeds": {"video_grid_thw": [1, 16, 24]}},
                 *({**text("a"), **image}, {**text("a"), **image, "uuid": None}),
-                Pairs([one, ("image_url", {"url": "x"}), other]),
+                Pairs([one, (kind, {"url": "x"}), other]),
                 *(Pairs([*words, one, other]), Pairs([one, other, *words])),
             ]
         )

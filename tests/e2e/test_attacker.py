@@ -13,6 +13,7 @@ import re
 import secrets
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,11 +41,13 @@ from e2e.chats import (
     named,
     packed,
     picture,
+    shown,
     taken,
     text,
     without,
     written,
 )
+from e2e.engines import output_of
 from e2e.servers import Server, api_server
 from e2e.shared import PLAIN, Engines
 from support.daemon import Daemon
@@ -60,6 +63,8 @@ AT_ONCE = 12
 MOST_FAILURES = 5
 MOST_TRIES = 30
 """Of one failing request, to make it shorter."""
+CLIPS, OTHERS = 5, 2
+"""Videos, and how many are others'."""
 MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
 ENGINES: dict[str, tuple[str | None, list[str]]] = {
     "plain": (None, ["--enable-mm-embeds"]),
@@ -192,6 +197,11 @@ class Room:
             if ENGINES[name][1] == MIDDLEWARE:
                 eventually(lambda server=server: READY in server.text(), f"{name} reuses pictures")
 
+    def clips(self) -> list[Path]:
+        """Videos as files."""
+        output_of(self._version, "clips.py", str(self._directory), str(CLIPS), "2.0")
+        return sorted(self._directory.glob("*.mp4"))
+
     def ask(self, name: str, tree: Any) -> Answer:
         request = Request(tree, name)
         return send(self.servers[name], request.body, request)
@@ -206,9 +216,9 @@ class Watch:
     """Sends requests beside bystanders', and says what is wrong with the answers to both."""
 
     def __init__(self, room: Room, bystanders: Sequence[Content]) -> None:
-        """`bystanders` are the pictures of those who must not notice."""
+        """`bystanders` are the pictures and videos of those who must not notice."""
         self.room, self.counts = room, Counter[str]()
-        asked = [chat(text("what is what?")), *(chat(picture(b.url), text()) for b in bystanders)]
+        asked = [chat(text("what is what?")), *(chat(shown(b), text()) for b in bystanders)]
         self._ordinary = [(each, read(room.ask("plain", each))) for each in asked]
         assert all(right.choices for _, right in self._ordinary), self._ordinary
         self._turn, self._numbers = 0, count()
@@ -264,7 +274,9 @@ class Watch:
         def wrong(answer: Answer) -> str | None:
             self.counts[f"{request.at}: {answer.status}"] += 1
             is_served = answer.status == 200 and request.at in COMPARED
-            self.counts["metadata served"] += is_served and b'"image_grid' in request.body
+            for kind in ("image", "video"):
+                brings = f'"{kind}_grid'.encode() in request.body
+                self.counts[f"{kind} metadata served"] += is_served and brings
             return fault(request.right, answer, plain if request.at in COMPARED else None)
 
         why = self._asked(request.at, request.body, request, wrong)
@@ -353,6 +365,24 @@ def room(
         daemon.close()
 
 
+def told(room: Room, at: str, content: Content, **more: Any) -> Content:
+    """The content under the name that this engine says it has, and with its grid."""
+    answer = room.ask(at, chat({**shown(content), **more}, max_tokens=1))
+    [(name, said)] = json.loads(answer.text)["ec_transfer_params"].items()
+    return content._replace(name=name, grid=said["metadata"][f"{content.kind}_grid_thw"])
+
+
+@pytest.fixture(scope="module")
+def clips(room: Room) -> list[Content]:
+    """The attacker's own videos, and others', which have the names of their bytes."""
+    urls = [
+        f"data:video/mp4;base64,{b64encode(clip.read_bytes()).decode()}" for clip in room.clips()
+    ]
+    clips = [Content(f"clip-{at}", url, (), "video") for at, url in enumerate(urls)]
+    own = [told(room, "encoder", clip, uuid=clip.name) for clip in clips[OTHERS:]]
+    return [*(told(room, "both", clip) for clip in clips[:OTHERS]), *own]
+
+
 class Victims:
     """Pictures of others. An attacker knows their names, which are digests.
 
@@ -360,16 +390,10 @@ class Victims:
     """
 
     def __init__(self, room: Room, numbers: range, shown: int = 0) -> None:
-        told = list(room.side.map(lambda number: self._told(room, number), numbers))
+        contents = [content_of(f"a picture of others {number}") for number in numbers]
+        known = list(room.side.map(lambda content: told(room, "encoder", content), contents))
         room.daemon.evict_all()
-        self.shown, self.unseen = told[:shown], told[shown:]
-
-    @staticmethod
-    def _told(room: Room, number: int) -> Content:
-        content = content_of(f"a picture of others {number}")
-        answer = room.ask("encoder", chat(picture(content.url)))
-        [name] = json.loads(answer.text)["ec_transfer_params"]
-        return content._replace(name=name)
+        self.shown, self.unseen = known[:shown], known[shown:]
 
 
 @pytest.fixture(scope="module")
@@ -378,21 +402,25 @@ def victims(room: Room) -> Victims:
 
 
 @pytest.fixture(scope="module")
-def watch(room: Room, victims: Victims) -> Watch:
-    return Watch(room, victims.shown)
+def watch(room: Room, victims: Victims, clips: list[Content]) -> Watch:
+    return Watch(room, [*victims.shown, *clips[:OTHERS]])
 
 
 def test_what_an_attacker_sends_fails_alone_or_is_answered_rightly(
-    watch: Watch, victims: Victims
+    watch: Watch, victims: Victims, clips: list[Content]
 ) -> None:
     print(f"{REQUESTS} requests, ECD_REQUESTS_SEED={SEED}")
-    attacker = Attacker(SEED, [*COMPARED, *ATTACKED], victims.shown, victims.unseen, LEFT_OUT)
+    shown = [*victims.shown, *clips[:OTHERS]]
+    engines = [*COMPARED, *ATTACKED]
+    attacker = Attacker(SEED, engines, clips[OTHERS:], shown, victims.unseen, LEFT_OUT)
     requests, faults, sent = islice(attacker, REQUESTS), [], 0
     while len(faults) < MOST_FAILURES and (batch := list(islice(requests, AT_ONCE))):
         sent += len(batch)
         faults += [f"among the first {sent}: {told}" for told in watch.explained(batch)]
     print(f"{sent} requests:", dict(sorted(watch.counts.items())))
-    assert watch.counts["metadata served"], "nothing was asked that only ecd can answer"
+    for kind in ("image", "video"):
+        served = watch.counts[f"{kind} metadata served"]
+        assert served, "nothing was asked that only ecd can answer"
     assert not faults, f"after {sent}, ECD_REQUESTS_SEED={SEED}\n" + "\n\n".join(faults)
 
 
@@ -425,17 +453,15 @@ def metadata(grid: Any, number: int) -> list[list[Request]]:
     return [kept(content), asks(described(content, grid))]
 
 
-def recomputed(number: int) -> list[list[Request]]:
-    """A grid of as many patches as the picture's, whose tokens were computed already."""
-    content = of_grid(number)
-    parts = described(content), described(content, [1, 8, 48])
+def recomputed(content: Content, grid: list[int]) -> list[list[Request]]:
+    """A grid of as many patches as the content's, whose tokens were computed already."""
+    parts = described(content), described(content, grid)
     rightly, wrongly = (asks(part, SAME_OR_FAILS, LONG) for part in parts)
     return [kept(content), rightly, wrongly, rightly]
 
 
-def salted(number: int, part_of: Callable[[Content], Any]) -> list[list[Request]]:
-    """One tenant has a picture stored; another knows its name, and has no picture."""
-    content = of_grid(number)
+def salted(content: Content, part_of: Callable[[Content], Any]) -> list[list[Request]]:
+    """One tenant has a content stored; another knows its name, and does not have it."""
     mine, others = {"cache_salt": "tenant A"}, {"cache_salt": "tenant B"}
     stolen = [asks(part_of(content), FAILS, **salt) for salt in (others, {})]
     return [kept(content, "encoder", **mine), *stolen, asks(part_of(content), **mine)]
@@ -455,9 +481,11 @@ NAMED: dict[str, list[list[Request]]] = {
     **{f"grid {written(grid)}": metadata(grid, at) for at, grid in enumerate(EXACT)},
     "grid of a tensor of floats": metadata(packed(torch.tensor(GRID, dtype=torch.float32)), 100),
     "grid of a tensor of int32": metadata(packed(torch.tensor(GRID, dtype=torch.int32)), 101),
-    "another grid, of computed tokens": recomputed(102),
-    "other tenant's name": salted(200, described),
-    "other tenant's name and no picture": salted(201, lambda each: bare(each, *NO_PICTURE)),
+    "another grid, of computed tokens": recomputed(of_grid(102), [1, 8, 48]),
+    "other tenant's name": salted(of_grid(200), described),
+    "other tenant's name and no picture": salted(
+        of_grid(201), lambda each: bare(each, *NO_PICTURE)
+    ),
     **{f"video with {field}": rated(field) for field in ("second_per_grid_ts", "timestamps")},
     "URL as text": [
         [Request(chat(part), "both")]
@@ -470,6 +498,22 @@ NAMED: dict[str, list[list[Request]]] = {
 @pytest.mark.parametrize("name", NAMED)
 def test_requests_that_did_harm_do_none(name: str, watch: Watch) -> None:
     faults = [told for requests in NAMED[name] for told in watch.faults(requests)]
+    assert not faults, "\n\n".join(faults)
+
+
+def test_what_is_said_of_a_clip_harms_nobody(watch: Watch, clips: list[Content]) -> None:
+    name = count()
+    frames, height, width = clips[0].grid
+
+    def new() -> Content:
+        return clips[-1]._replace(name=f"a new name {next(name)}")
+
+    floats, other = [float(side) for side in clips[0].grid], [frames // 2, height * 2, width]
+    equal, tenants = new(), new()
+    rows = [kept(equal), asks(described(equal, floats))]
+    rows += [*recomputed(new(), other), *recomputed(clips[0], other)]
+    rows += salted(tenants, described)
+    faults = [told for requests in rows for told in watch.faults(requests)]
     assert not faults, "\n\n".join(faults)
 
 
