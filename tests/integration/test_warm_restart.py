@@ -445,6 +445,7 @@ def test_nothing_is_to_be_removed_where_nothing_else_lies(
     run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
     try:
         daemon = make_daemon("64MiB", ECD_SHM_DIR=str(place))
+        daemon.shm = place / daemon.shm.name
         fail(daemon)
         assert "make the file system larger" in daemon.text()
         assert "what else lies" not in daemon.text()
