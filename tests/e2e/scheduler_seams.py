@@ -626,7 +626,7 @@ async def fetched() -> list[object]:
 async def connected() -> bool:
     """Whether the middleware has a session when it says that it works."""
     config.model_config.multimodal_config.enable_mm_embeds = True
-    args = SimpleNamespace(model=model, served_model_name=None, api_key=None)
+    args = SimpleNamespace(model=model, served_model_name=None, api_key=None, port=None)
     middleware = ReuseMiddleware(None)
     await middleware._start(SimpleNamespace(vllm_config=config, args=args))
     is_connected = middleware._reuse._client._connection.current is not None
