@@ -23,6 +23,7 @@ from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
 from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.media import (
+    AUDIO,
     FORMATS,
     IMAGE,
     INPUT_AUDIO,
@@ -42,6 +43,8 @@ MAX_MEDIA = 64
 """Most media that are looked up for one request."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
+URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
+"""One of these is in each body that has media. Each that is looked for takes its time."""
 _UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request that change its media's names."""
 _PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
@@ -77,12 +80,12 @@ class Requests:
         self._only_encodes, self._has_encoder, self._has_hop = only_encodes, has_encoder, has_hop
         multimodal = model_config.multimodal_config
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
-        self._types = [key.encode() for key, kind in KINDS.items() if kind in kinds]
+        self._marks = (URL_MARK, SOUND_MARK) if AUDIO in kinds else (URL_MARK,)
         self._fetcher = Fetcher(model_config)
 
     def may_have_media(self, body: bytes) -> bool:
         """Whether a request can have media of a kind that is looked up."""
-        return any(each in body for each in self._types)
+        return any(each in body for each in self._marks)
 
     async def look(self, body: bytes) -> Look:
         """Find all media of a request, or none of them; vLLM refuses what is mixed.
