@@ -332,7 +332,7 @@ def _configured(peers: Sequence[pb.PeerStatus]) -> Finding:
     silent = [peer for peer in peers if peer.state not in ("connected", "idle")]
     answer = len(peers) - len(silent)
     verb = "answers" if answer == 1 else "answer"
-    found = f"{answer:,} of {count_text(len(peers), 'configured node')} {verb}"
+    found = f"{answer:,} of {len(peers):,} configured nodes {verb}"
     away = [peer for peer in silent if peer.state == "unreachable"]
     if away:
         named = "; ".join(f"{peer.node}: {peer.last_error}" for peer in away[:MAX_AWAY])

@@ -719,6 +719,15 @@ def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:
     assert f"{before + 40} puts by ecd-cli bench" in cli(daemon, "status").stdout.replace("\n", " ")
 
 
+def test_bench_that_is_ended_leaves_no_entry(daemon: Daemon) -> None:
+    command = [*PROGRAM, "--address", daemon.address, "bench", "--rounds", "1000000"]
+    with child(command, grace=True) as process:
+        eventually(lambda: daemon.status().entries > 0)
+        process.terminate()
+        assert process.wait(HANG_S) == 1
+    assert daemon.status().entries == 0
+
+
 def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
     with Client(daemon.address) as client:
         client.put("k", torch.zeros(64 * 1023 << 10, dtype=torch.uint8))

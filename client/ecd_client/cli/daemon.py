@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import threading
 from typing import Annotated
 
@@ -78,6 +79,7 @@ def bench(
     Evicts nothing else, and is no part of the daemon's counters of hits and puts.
     """
     options: Options = context.obj
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # its entries are evicted at the end
     before = options.call("Status", pb.StatusRequest())
     room_bytes = before.pools[0].largest_free_bytes if before.pools else 0
     quota = ""
