@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pwd
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecd_proto.contract import size_text
-from ecd_proto.shm.files import LOCK_NAME, SUFFIXES, pool_dir
+from ecd_proto.shm.files import LOCK_NAME, SUFFIXES, is_file_locked, pool_dir
 
 TOUCH_S = 60.0
 """How often a running daemon sets its directory's time, so that the time says when it ended."""
@@ -112,17 +111,9 @@ def _files(directory_fd: int) -> list[str]:
 
 
 def _is_locked(directory_fd: int, age_s: float) -> bool:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(LOCK_NAME, flags, dir_fd=directory_fd)
+        return is_file_locked(LOCK_NAME, directory_fd)
     except FileNotFoundError:
         return False
     except OSError:
         return age_s <= 3 * TOUCH_S  # not this user's to open
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ import grpc
 from ecd_client import arguments
 from ecd_client.errors import DaemonTooOld, DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
+from ecd_proto.shm.files import is_file_locked
 
 CALL_TIMEOUT_S = 5.0
 """How long the daemon may take to answer one call, besides waits."""
@@ -139,18 +139,9 @@ def why_refused(address: str) -> tuple[str, str] | None:
 
 
 def _is_owned(path: str) -> bool:
-    """Whether a daemon has locked the socket's path, as far as this user can see.
-
-    The test takes the lock for a moment, which a daemon that starts outwaits.
-    """
+    """Whether a daemon has locked the socket's path, as far as this user can see."""
     with contextlib.suppress(OSError):
-        fd = os.open(f"{path}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
+        return is_file_locked(f"{path}.lock")
     return False
 
 

@@ -91,6 +91,22 @@ def unlock_byte(fd: int, offset: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
 
 
+def is_file_locked(name: str, directory_fd: int | None = None) -> bool:
+    """Whether a daemon has locked a file (flock). Raises OSError where it cannot be opened.
+
+    The test takes the lock for a moment, which a daemon that starts outwaits.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=directory_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def key_offset(namespace: str, mm_hash: str) -> int:
     """The byte that stands for the key. Two keys have the same once in 2**61 pairs."""
     name = f"{namespace}\0{mm_hash}".encode()
