@@ -62,11 +62,11 @@ class Description:
         """The media that are shared, and why others are not."""
         if why := self._why_nothing:
             return f"nothing: {why.partition('. ')[0]}"
-        said = [_in_words(self._shared) or ALL_MEDIA]
+        said = [in_words(self._shared) or ALL_MEDIA]
         if self._limited:
-            said.append(f"not {_in_words(self._limited)}, left out by --limit-mm-per-prompt")
+            said.append(f"not {in_words(self._limited)}, left out by --limit-mm-per-prompt")
         if self._left_out:
-            said.append(f"not {_in_words(self._left_out)}, left out by ecd_modalities")
+            said.append(f"not {in_words(self._left_out)}, left out by ecd_modalities")
         if "audio" in self._shared:
             said.append("not the audio of a session that streams")
         if self._settings.private_adapters:
@@ -81,7 +81,7 @@ class Description:
         if why := self._sharing.why_nothing:
             return why
         if self._is_known and not self._shared:
-            left_out = _in_words([*self._limited, *self._left_out])
+            left_out = in_words([*self._limited, *self._left_out])
             return f"--limit-mm-per-prompt or ecd_modalities leaves out {left_out}"
         return None
 
@@ -129,7 +129,8 @@ def engine_id(instance_id: str) -> str:
     return hashlib.sha256(instance.encode()).hexdigest()[:_ID_DIGITS]
 
 
-def _in_words(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
+    """The names as a sentence lists them: a, b and c."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ecd_client.vllm.base.description import in_words
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.middleware.media import AUDIO, IMAGE, VIDEO
@@ -44,7 +45,6 @@ def kinds_of(
     return looked_up, left_out
 
 
-def in_words(kinds: Sequence[str]) -> str:
+def called(kinds: Sequence[str]) -> str:
     """The kinds as people call them."""
-    words = [_WORDS[kind] for kind in kinds]
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return in_words([_WORDS[kind] for kind in kinds])

@@ -39,7 +39,7 @@ from ecd_client.vllm.middleware.asgi import (
     with_body,
 )
 from ecd_client.vllm.middleware.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
-from ecd_client.vllm.middleware.kinds import in_words, kinds_of
+from ecd_client.vllm.middleware.kinds import called, kinds_of
 from ecd_client.vllm.middleware.media import Look
 from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.registered import (
@@ -155,11 +155,11 @@ class ReuseMiddleware:
             reuse.start()
             logger.info(
                 "ecd: %s that are stored are not preprocessed%s",
-                in_words(reuse.kinds),
+                called(reuse.kinds),
                 "" if is_connected else ", once the daemon answers",
             )
             for kind, why in reuse.left_out.items():
-                logger.info("ecd: %s are preprocessed each time: %s", in_words([kind]), why)
+                logger.info("ecd: %s are preprocessed each time: %s", called([kind]), why)
         except Unsuitable as error:
             logger.warning("ecd: all media are preprocessed each time: %s", error)
         except Exception:
@@ -203,7 +203,7 @@ class Reuse:
             config.model_config, settings, metadata, names, only_encodes=self.only_encodes
         )
         if not self.kinds:
-            said = "; ".join(f"{in_words([kind])}: {why}" for kind, why in self.left_out.items())
+            said = "; ".join(f"{called([kind])}: {why}" for kind, why in self.left_out.items())
             raise Unsuitable(said or "the model takes no pictures, videos or sounds")
         adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
         models = [*(state.args.served_model_name or [state.args.model]), *adapters]
