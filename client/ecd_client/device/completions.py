@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 FAILED_S = 1.0
 """How long a GPU that reports an error may continue copies, as after its process's end (D1)."""
 GATHER_S = 0.0005
-"""How long the thread lets holds come after it was woken by one: the first of a step's, so that the
-others wake nobody."""
+"""How long the thread waits once a hold has woken it: further holds of a step then wake nobody."""
 MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
@@ -65,11 +64,9 @@ class _Ends:
 
     def _end(self, events: list[Event], end: Callable[[], None], added_s: float) -> None:
         def left_s() -> float:
-            """Of the time that a failed GPU has for this hold's copies."""
-            now_s = clock.now_s()
             if self._failing_s is None:
-                self._failing_s = now_s
-            return max(0.0, max(self._failing_s, added_s) + FAILED_S - now_s)
+                self._failing_s = clock.now_s()
+            return _left_s(max(self._failing_s, added_s))
 
         came = outlast(lambda: _wait(events), left_s)
         if events and came is None:
@@ -88,6 +85,11 @@ class _Ends:
 def _wait(events: list[Event]) -> None:
     for event in events:
         event.wait()
+
+
+def _left_s(failed_s: float) -> float:
+    """Seconds for which a GPU that failed at this time may still continue copies."""
+    return max(0.0, failed_s + FAILED_S - clock.now_s())
 
 
 def outlast(
@@ -147,7 +149,7 @@ def after_failure(end: Callable[[], None]) -> None:
     failed_s = clock.now_s()
 
     def end_late() -> None:
-        clock.sleep(max(0.0, failed_s + FAILED_S - clock.now_s()))
+        clock.sleep(_left_s(failed_s))
         end()
 
     _ends.add([], end_late)
