@@ -36,7 +36,7 @@ from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cli import PROGRAM, as_json, cli
-from support.daemon import Daemon
+from support.daemon import Daemon, memory_of
 from support.processes import child, run
 from support.waiting import HANG_S, eventually
 
@@ -657,10 +657,7 @@ def test_a_pool_full_of_what_is_kept_is_said_with_the_way_out(own_daemon: Daemon
 def test_doctor_and_the_log_say_that_a_session_has_no_memory(
     make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    place = tmp_path / "shm"
-    place.mkdir()
-    run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
-    try:
+    with memory_of(tmp_path / "shm", "64m") as place:
         daemon = make_daemon("16MiB", ECD_SHM_DIR=str(place)).start()
         space = os.statvfs(place)
         with (place / "filler").open("wb") as file:
@@ -670,8 +667,6 @@ def test_doctor_and_the_log_say_that_a_session_has_no_memory(
         said = f"no memory in {place} for a session's pins: No space left on device. Its gets and"
         assert said in daemon.text()
         daemon.close()
-    finally:
-        run(["umount", "--lazy", place], check=True)
 
 
 def test_doctor_and_serve_say_that_a_disk_is_no_memory(

@@ -20,7 +20,7 @@ from ecd_client import Client
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
 from support.cli import as_json, cli
-from support.daemon import Daemon, changed
+from support.daemon import Daemon, changed, memory_of
 from support.processes import run
 from support.waiting import HANG_S, eventually
 
@@ -440,10 +440,7 @@ def test_a_start_that_is_told_to_end_leaves_what_it_found(
 def test_nothing_is_to_be_removed_where_nothing_else_lies(
     make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
-    place = tmp_path / "shm"
-    place.mkdir()
-    run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
-    try:
+    with memory_of(tmp_path / "shm", "64m") as place:
         daemon = make_daemon("64MiB", ECD_SHM_DIR=str(place))
         daemon.shm = place / daemon.shm.name
         fail(daemon)
@@ -463,17 +460,12 @@ def test_nothing_is_to_be_removed_where_nothing_else_lies(
         daemon.start()
         assert advised().startswith("remove what else lies there, make it larger, or")
         daemon.close()
-    finally:
-        run(["umount", "--lazy", place], check=True)
 
 
 def test_a_start_without_memory_for_its_index_leaves_what_it_found(
     make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
-    place = tmp_path / "shm"
-    place.mkdir()
-    run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", place], check=True)
-    try:
+    with memory_of(tmp_path / "shm", "128m") as place:
         daemon = make_daemon("32MiB", ECD_SHM_DIR=str(place)).start()
         with Client(daemon.address) as client:
             fill(client, SIZES)
@@ -490,8 +482,6 @@ def test_a_start_without_memory_for_its_index_leaves_what_it_found(
         daemon.start()
         check_all(daemon, SIZES)
         daemon.close()
-    finally:
-        run(["umount", "--lazy", place], check=True)
 
 
 def test_a_first_start_that_comes_to_nothing_leaves_nothing(make_daemon: MakeDaemon) -> None:

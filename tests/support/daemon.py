@@ -13,7 +13,7 @@ import tempfile
 import threading
 import urllib.request
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache
@@ -28,7 +28,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support import warm
-from support.processes import end
+from support.processes import end, run
 from support.waiting import HANG_S, eventually, stopped
 
 WITHOUT_HUGE_PAGES = (
@@ -78,6 +78,17 @@ def _interpreter() -> warm.Interpreter:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
     made = warm.Interpreter(sys.executable, IMPORTED, Path(directory, "log"), environ)
     return _closing.enter_context(contextlib.closing(made))
+
+
+@contextlib.contextmanager
+def memory_of(place: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of this size, such as 64m, at a new directory for ECD_SHM_DIR."""
+    place.mkdir()
+    run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place], check=True)
+    try:
+        yield place
+    finally:
+        run(["umount", "--lazy", place], check=True)
 
 
 def cool() -> None:
