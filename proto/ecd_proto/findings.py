@@ -27,7 +27,7 @@ MAX_AWAY = 8
 """Unreachable peers that have a finding each."""
 MAX_ENGINE_FINDINGS = 8
 CONTEXT_BYTES = 512 << 20
-"""Of a GPU, about what CUDA takes for a process, and vLLM does not count as its own."""
+"""Memory of a GPU that CUDA takes for a process, about: vLLM does not count it as its own."""
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 COLLAPSES_SINCE = (6, 1)
 """The version of Linux that first moves pages of shared memory to huge ones when asked to."""
@@ -197,7 +197,7 @@ def _setting(path: str) -> str:
 
 
 def utilization_left(pool_bytes: int, device_bytes: int) -> str:
-    """What vLLM's engines may take of a GPU: each also has a context, outside of that."""
+    """Advice on the share of a GPU that vLLM may take beside a device pool and its own context."""
     left = math.floor(100 * (1 - (pool_bytes + CONTEXT_BYTES) / max(1, device_bytes))) / 100
     return f"start an engine there with --gpu-memory-utilization {max(0.0, left):.2f} or less"
 
@@ -301,7 +301,7 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
 
 
 def directory_down(directory: pb.DirectoryStatus) -> tuple[str, str]:
-    """What a directory that is down does, and advice."""
+    """How a directory fails that is down, and advice."""
     said = directory.last_error.removeprefix(REFUSES)
     for pattern, remedy in _REFUSALS_OF_REDIS.items():
         if re.search(pattern, said):

@@ -1,4 +1,4 @@
-"""What the command lines print: tables without frames, whole lines in a pipe, errors of stdout."""
+"""Output of the command lines: tables without frames, whole lines in a pipe, stdout that fails."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ unmap_memory = _checked(memory.unmap_memory)
 
 
 class _Thread(threading.local):
-    """What `on` has made current for a thread."""
+    """One thread's part of what `on` does."""
 
     device: int | None = None
+    """The device whose context `on` has made current."""
 
 
 _thread = _Thread()

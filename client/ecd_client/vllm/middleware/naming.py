@@ -27,7 +27,7 @@ _MODULES = {
     VIDEO: ("cv2", "torchcodec", "PyNvVideoCodec"),
     AUDIO: ("soundfile", "av", "torchcodec", "torchaudio", "scipy", "soxr"),
 }
-"""What decodes videos, and what decodes sounds and resamples them."""
+"""Packages that decode videos, and packages that decode and resample sounds."""
 
 
 class Names:
