@@ -8,7 +8,9 @@ each step did, waited for and left in the encoder cache, as JSON.
 
 import json
 import sys
+import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -26,14 +28,18 @@ from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunne
 import ecd_client.vllm.worker.encode_time
 import ecd_client.vllm.worker.loader
 from ecd_client import Client
+from ecd_client.device import completions
+from ecd_client.device.copies import Copies
 from ecd_client.vllm.base.identity.identity import Identity
-from support.cuda.gpu import StandinGpu
+from support.cuda.gpu import CallsByThread, StandinGpu
 from support.cuda.standin import Control, Hold
 from support.waiting import HANG_S, eventually
 
 address, model, place = sys.argv[1:]
 control = Control.of_this_process()
 gpu = StandinGpu.use()
+calls = CallsByThread(gpu)
+outlast, Copies._outlast = Copies._outlast, lambda *which: outlast_and_recover(*which)
 ecd_client.vllm.worker.loader._device = lambda: torch.device("cuda:0")
 # This torch has no events: its own raise, and vLLM's CPU worker puts others in their place.
 ecd_client.vllm.worker.encode_time._recorded = lambda: None
@@ -146,6 +152,55 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
     return done | {"right": set(gpu.content(cache[identifier])) == {byte or 7}}
 
 
+def step_of_many(runner, name: str) -> dict:
+    """One step that loads four items, twice: the second time their end cannot be marked at first.
+
+    The driver's calls are those of the worker's thread.
+    """
+    names, thread = [f"{name} {number}" for number in range(4)], threading.current_thread().name
+    for number, each in enumerate(names):
+        step(runner, request(f"{each} encoded", each), byte=number + 1)
+        del cache[each]
+        if place != "host":
+            eventually(lambda each=each: is_near(each))
+    found = {}
+    for case in ("at once", "again"):
+        asked = [request(f"{each} {case}", each) for each in names]
+        eventually(lambda asked=asked: all(is_ready(each) for each in asked))
+        for each in asked:
+            assert scheduler.has_cache_item(each.mm_features[0].identifier)
+            scheduler.update_state_after_alloc(each, 0)
+        output = SimpleNamespace(
+            ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
+        )
+        eventually(is_still)
+        may_ask = threading.Event()
+        completions.aside(partial(may_ask.wait, HANG_S))  # as this thread is faster than that one
+        control.delay_us = 20_000
+        if case == "again":
+            control.fail({"cuEventRecord": 1})
+        before = calls.counts[thread]
+        with runner(output) as result:
+            made = calls.counts[thread] - before
+            control.fail({})
+            right = [set(gpu.content(cache[each])) == {n + 1} for n, each in enumerate(names)]
+        control.delay_us = 500
+        may_ask.set()
+        found[case] = {"right": right} | ({"calls": made} if case == "at once" else {})
+        scheduler.update_connector_output(result)
+        for each in asked:
+            scheduler.request_finished(each)
+            del cache[each.mm_features[0].identifier]
+        found[case]["under way"] = len(scheduler._scheduler._loads)
+    return found
+
+
+def outlast_and_recover(own: Copies, stream: int) -> BaseException | None:
+    came = outlast(own, stream)
+    control.fail({})
+    return came
+
+
 def pinned() -> bool:
     pool = worker._worker._client._connection.session().pools.granted
     return pool._pinned is not None and pool._pinned.pinned_bytes == pool.nbytes
@@ -185,6 +240,7 @@ for name, runner in (("first", first_runner), ("second", second_runner)):
     again = step(runner, request(f"{name}-d", f"{name} picture"), byte=None)
     del cache[f"{name} picture"]
     steps[name] = {"encoded": encoded, "loaded": loaded, "aborted": aborted, "again": again}
+    steps[name]["many"] = step_of_many(runner, name)
 stats = scheduler.get_ec_connector_stats()
 steps["stats"] = None if stats is None else stats.data
 steps["faults"] = control.counters().faults

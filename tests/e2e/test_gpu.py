@@ -73,9 +73,12 @@ def test_no_step_waits_for_a_copy(version: str, place: str, steps: dict) -> None
         assert loaded == load | {"right": True}
         assert steps[runner]["aborted"] == load
         assert steps[runner]["again"] == loaded
+        calls = {"host": 10, "device": 9, "views": 4}[place]
+        many = {"right": [True] * 4, "under way": 0}
+        assert steps[runner]["many"] == {"at once": many | {"calls": calls}, "again": many}
     assert steps["faults"] == 0
     if version != "0.28.0":
-        assert steps["stats"]["loads"] == 6
-        assert steps["stats"].get("device_loads", 0) == (0 if place == "host" else 6)
-        assert steps["stats"]["saves"] == 2
+        assert steps["stats"]["loads"] == 22
+        assert steps["stats"].get("device_loads", 0) >= (0 if place == "host" else 22)
+        assert steps["stats"]["saves"] == 10
         assert "pin_failures" not in steps["stats"]

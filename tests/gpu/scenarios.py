@@ -11,12 +11,10 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -35,7 +33,7 @@ from ecd_client.values import Extent
 from ecd_proto.shm.session_page import DMA_WORD
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.cuda.gpu import StandinGpu
+from support.cuda.gpu import CallsByThread, StandinGpu
 from support.cuda.standin import Control, Counters, Hold
 from support.waiting import HANG_S, eventually
 
@@ -85,72 +83,129 @@ control = Control.of_this_process() if "CUDA_STANDIN_CONTROL" in os.environ else
 gpu = StandinGpu.use(int(os.environ.get("GPU", "0")))
 
 
-class CallsByThread:
-    """Counts calls of the driver by their threads' names, but those that make tensors."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._own = threading.local()
-        for name, function in vars(driver.cuda).items():
-            if re.match("cu[A-Z]", name) and callable(function) and not isinstance(function, type):
-                setattr(driver.cuda, name, self._counted(function))
-        gpu.empty = self._uncounted(gpu.empty)
-        gpu._give_back = self._uncounted(gpu._give_back)
-
-    def _counted(self, function: Callable) -> Callable:
-        def counted(*arguments: object) -> object:
-            if not getattr(self._own, "makes_tensors", False):
-                self.counts[threading.current_thread().name] += 1
-            return function(*arguments)
-
-        counted.__name__ = function.__name__
-        return counted
-
-    def _uncounted(self, function: Callable) -> Callable:
-        def uncounted(*arguments: object, **named: object) -> object:
-            self._own.makes_tensors = True
-            try:
-                return function(*arguments, **named)
-            finally:
-                self._own.makes_tensors = False
-
-        return uncounted
-
-    def of(self, do: Callable[[], object]) -> int:
-        """How many this thread makes in `do`."""
-        own = threading.current_thread().name
-        before = self.counts[own]
-        done = do()
-        made = self.counts[own] - before
-        del done
-        return made
-
-
 def calls_are_counted(address: str) -> dict:
     """Calls of the driver on the thread of an engine's step, once all has been used before."""
+    keys = "k", "l", "m", "n"
     with Client(address) as client:
         pin(client)
         has_near = bool(client._connection.session()._dma._devices)
         tensor = gpu.encode(SHAPE, torch.uint8, 1)
-        for key in ("k", "l"):
+        for key in keys:
             client.put_async(key, tensor).result(HANG_S)
         if has_near:
             near_of(client)
-            eventually(lambda: is_near(client, "k"))
+            eventually(lambda: all(is_near(client, key) for key in keys))
         load(client, "k", non_blocking=True)
         spare = [driver.Event(gpu.device, gpu.stream.cuda_stream) for _ in range(4)]
         for event in spare:
             event.wait()
         del event, spare  # as an engine has events to use again after some steps
-        calls = CallsByThread()
+        calls = CallsByThread(gpu)
         control.hold = Hold.START  # no copy is over before the item is closed
+        may_ask = keep_ends_waiting()
         made = {
             "load": calls.of(lambda: load(client, "k", non_blocking=True)),
-            "put": calls.of(lambda: client.put_async("m", tensor)),
+            "put": calls.of(lambda: client.put_async("o", tensor)),
+            "step of four": calls.of(lambda: load_together(client, keys)),
         }
+        may_ask.set()
         copies_near = has_near and is_near(client, "k")
         control.hold = Hold.NOTHING
         return made | {"near": copies_near}
+
+
+def keep_ends_waiting() -> threading.Event:
+    """Keep the thread that ends holds from asking the driver, until the event is set."""
+    may_ask = threading.Event()
+    completions.aside(partial(may_ask.wait, HANG_S))
+    return may_ask
+
+
+def load_together(client: Client, keys: Iterable[str]) -> list[torch.Tensor]:
+    """Load items as vLLM's worker does in one step."""
+    with copies.for_number(gpu.device).together():
+        return [load(client, key, non_blocking=True) for key in keys]
+
+
+def loads_of_a_step(address: str) -> dict:
+    """Four loads end as one: right, though each copy takes longer than the model's first use."""
+    with Client(address) as client:
+        pin(client)
+        for byte in range(1, 5):
+            put(client, str(byte), byte)
+        control.delay_us = 20_000
+        loaded = load_together(client, map(str, range(1, 5)))
+        right = [is_right(loaded[byte - 1], byte) for byte in (4, 3, 2, 1)]
+    return {"right": right, "faults": control.counters().faults}
+
+
+def end_is_asked_amid_a_step(address: str) -> dict:
+    """A load's hold ends within its step: the next one's lasts until its own copy is over."""
+    with Client(address) as client:
+        pin(client)
+        for byte, key in enumerate("kl"):
+            put(client, key, byte)
+        await_ends()
+        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+        with copies.for_number(gpu.device).together():
+            first = load(client, "k", non_blocking=True)
+            eventually(lambda: not held())
+            control.hold, waits = Hold.START, Calls("cuEventSynchronize")
+            second = load(client, "l", non_blocking=True)
+        eventually(lambda: waits.count or not held(), "the end of that copy is waited for")
+        is_early = not held()
+        control.hold = Hold.NOTHING
+        right = is_right(first, 0) and is_right(second, 1)
+        eventually(lambda: not held())
+    return {"early": is_early, "right": right}
+
+
+def one_load_of_a_step_fails(address: str) -> dict:
+    """The driver refuses one item's copy: the others of the step are whole, and every hold ends."""
+    with Client(address) as client:
+        pin(client)
+        for byte, key in enumerate("klm"):
+            put(client, key, byte)
+        control.delay_us = 20_000
+        loaded, errors = {}, []
+        with copies.for_number(gpu.device).together():
+            for key in "klm":
+                control.fail({"cuMemcpyAsync": int(os.environ["CODE"])} if key == "l" else {})
+                try:
+                    loaded[key] = load(client, key, non_blocking=True)
+                except DeviceError as error:
+                    errors.append(type(error).__name__)
+        right = [is_right(loaded[key], byte) for byte, key in enumerate("klm") if key in loaded]
+        eventually(lambda: not any(client._connection.session().index._words[8:512]))
+    return {"errors": errors, "right": right, "faults": control.counters().faults}
+
+
+def end_of_a_step_fails(address: str) -> dict:
+    """The driver refuses to mark the end of a step's loads: it comes when they are over."""
+    with Client(address) as client:
+        pin(client)
+        for byte, key in enumerate("kl"):
+            put(client, key, byte)
+        found = {}
+        for name, failing in (
+            ("the wait alone", {"cuStreamWaitEvent": 1}),
+            ("all of it", {"cuEventRecord": 1}),
+        ):
+            control.delay_us, may_ask = 20_000, keep_ends_waiting()
+            try:
+                with copies.for_number(gpu.device).together():
+                    loaded = [load(client, key, non_blocking=True) for key in "kl"]
+                    control.fail(failing)
+                raised = ""
+            except DeviceError as error:
+                raised = str(error)
+            counted = control.counters()
+            control.fail({})
+            may_ask.set()
+            is_over = counted.finished == counted.copies
+            found[name] = [raised, is_over, [is_right(each, n) for n, each in enumerate(loaded)]]
+        eventually(lambda: not any(client._connection.session().index._words[8:512]))
+    return found
 
 
 def pool_of(client: Client):

@@ -89,13 +89,13 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
 
 
 @pytest.mark.usefixtures("control")
-@pytest.mark.parametrize(("nbytes", "load"), [("0", 7), ("16MiB", 6)])
+@pytest.mark.parametrize(("nbytes", "load", "step"), [("0", 7, 10), ("16MiB", 6, 9)])
 def test_a_step_makes_few_calls_of_the_driver(
-    cuda: Cuda, make_near: MakeNear, nbytes: str, load: int
+    cuda: Cuda, make_near: MakeNear, nbytes: str, load: int, step: int
 ) -> None:
     daemon = make_near(nbytes).start()
     found = run(cuda, "calls_are_counted", daemon)
-    assert found == {"load": load, "put": 5, "near": nbytes != "0"}
+    assert found == {"load": load, "put": 5, "step of four": step, "near": nbytes != "0"}
 
 
 @pytest.mark.usefixtures("control")

@@ -208,6 +208,29 @@ def test_a_load_that_breaks_off_is_waited_for(scenario: Scenario) -> None:
     assert found == {"errors": [["DeviceBusy", True]] * 2, "faults": 0, "registered": 0}
 
 
+def test_loads_of_a_step_are_whole_at_its_end(scenario: Scenario) -> None:
+    assert scenario("loads_of_a_step") == {"right": [True] * 4, "faults": 0}
+
+
+def test_a_load_is_held_though_one_of_its_step_has_ended(scenario: Scenario) -> None:
+    assert scenario("end_is_asked_amid_a_step") == {"early": False, "right": True}
+
+
+@pytest.mark.parametrize(("code", "error"), [("900", "DeviceBusy"), ("1", "DeviceError")])
+def test_a_load_that_fails_takes_no_other_of_its_step_with_it(
+    scenario: Scenario, code: str, error: str
+) -> None:
+    found = scenario("one_load_of_a_step_fails", CODE=code)
+    assert found == {"errors": [error], "right": [True, True], "faults": 0}
+
+
+def test_a_step_whose_end_cannot_be_marked_waits_for_its_loads(scenario: Scenario) -> None:
+    assert scenario("end_of_a_step_fails") == {
+        "the wait alone": ["", True, [True, True]],
+        "all of it": ["cuEventRecord: CUDA_ERROR_INVALID_VALUE", True, [True, True]],
+    }
+
+
 def test_memory_may_lack_to_make_a_tensor_dense(scenario: Scenario) -> None:
     assert scenario("no_memory_to_make_it_dense") == {"error": "CUDA out of memory"}
 

@@ -153,11 +153,16 @@ def copy(to: int, source: int, nbytes: int, stream: int) -> None:
 
 
 class Event:
-    """The end of all that was queued on a stream of the device when this was made."""
+    """The end of all that was queued on a stream of the device when this was recorded."""
 
-    def __init__(self, device: int, stream: int) -> None:
-        """Raises DeviceError."""
+    is_open = True
+    """Whether `record` has yet to come, so that what is queued now is covered, too."""
+    _is_recorded = False
+
+    def __init__(self, device: int, stream: int, is_open: bool = False) -> None:
+        """Record it at once, or with `is_open` when it is first asked for. Raises DeviceError."""
         self._device, self._stream = device, stream
+        self._recording = threading.RLock()  # which a garbage-collected item may take within
         self._may_reuse: list[bool] = []
         with on(device):
             free = _free_events.setdefault(device, [])
@@ -166,14 +171,29 @@ class Event:
             except IndexError:
                 self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
             when_collected(self, _give_back, self._event, self._may_reuse, free)
-            self._record()
+            if not is_open:
+                self.record()
+
+    def record(self) -> None:
+        """Record the event, unless that was done. Raises DeviceError."""
+        if self._is_recorded:
+            return
+        with self._recording:
+            if not self._is_recorded:
+                self.is_open = False  # before the record, which covers what found it open
+                self._record()
+                self._is_recorded = True
 
     def _record(self) -> None:
-        _call(cuda.cuEventRecord, self._event, _stream(self._stream))
+        with on(self._device):
+            _call(cuda.cuEventRecord, self._event, _stream(self._stream))
 
     def is_over(self) -> bool:
         """Whether all of the work is done. Raises DeviceError if the device has failed."""
+        if self._may_reuse:
+            return True
         with on(self._device):
+            self.record()
             result = _result_of(cuda.cuEventQuery, self._event)[0]
             if result == _CAPTURED:
                 self._record()
@@ -186,16 +206,16 @@ class Event:
 
     def wait(self) -> None:
         """Block this thread until `is_over`. Raises DeviceError where the device has failed."""
-        while True:
+        while not self._may_reuse:
             try:
                 with on(self._device):
+                    self.record()
                     try:
                         _call(cuda.cuEventSynchronize, self._event)
                     except _Captured:
                         self._record()
                         raise
                 self.note_over()
-                return
             except DeviceBusy:
                 clock.sleep(RETRY_S)
 
@@ -206,6 +226,7 @@ class Event:
     def precede(self, stream: int) -> None:
         """Make all later work on `stream` wait for this event. Raises DeviceError."""
         with on(self._device):
+            self.record()
             _call(cuda.cuStreamWaitEvent, _stream(stream), self._event, 0)
 
 

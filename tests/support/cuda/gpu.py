@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -166,3 +167,46 @@ class StandinGpu:
         self._busy = [each for each in self._busy if each not in over]
         for _, kind, address in over:
             self._free[kind].append(address)
+
+
+class CallsByThread:
+    """Counts calls of the driver by their threads' names, but those that make tensors."""
+
+    def __init__(self, gpu: StandinGpu | None = None) -> None:
+        """`gpu` makes the tensors, if the driver is the stand-in."""
+        self.counts: Counter[str] = Counter()
+        self._own = threading.local()
+        for name, function in vars(driver.cuda).items():
+            if re.match("cu[A-Z]", name) and callable(function) and not isinstance(function, type):
+                setattr(driver.cuda, name, self._counted(function))
+        if gpu is not None:
+            gpu.empty = self._uncounted(gpu.empty)  # type: ignore[method-assign]
+            gpu._give_back = self._uncounted(gpu._give_back)  # type: ignore[method-assign]
+
+    def _counted(self, function: Callable) -> Callable:
+        def counted(*arguments: object) -> object:
+            if not getattr(self._own, "makes_tensors", False):
+                self.counts[threading.current_thread().name] += 1
+            return function(*arguments)
+
+        counted.__name__ = function.__name__
+        return counted
+
+    def _uncounted(self, function: Callable) -> Callable:
+        def uncounted(*arguments: object, **named: object) -> object:
+            self._own.makes_tensors = True
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._own.makes_tensors = False
+
+        return uncounted
+
+    def of(self, do: Callable[[], object]) -> int:
+        """How many this thread makes in `do`."""
+        own = threading.current_thread().name
+        before = self.counts[own]
+        done = do()
+        made = self.counts[own] - before
+        del done
+        return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -68,11 +69,33 @@ class Loader:
         with contextlib.suppress(DeviceError):  # the first load says what is wrong
             self._client.pin(self.device)
 
-    def load(self, load: Load) -> torch.Tensor:
-        """The item on this device, whole for what is queued next; `take_done` says when it is done.
+    def load(self, loads: Collection[Load], into: dict[str, torch.Tensor]) -> None:
+        """Put the items on this device, whole for what is queued next, under their identifiers.
 
-        Raises RuntimeError where the item is gone.
+        On a GPU their copies end as one. `take_done` says when they are done. Raises RuntimeError
+        where an item is gone; those before it are there.
         """
+        if not loads:
+            return
+        copies, marks = self._copies(), (len(self._done), len(self._under_way))
+        try:
+            with contextlib.nullcontext() if copies is None else copies.together():
+                for load in loads:
+                    into[load.identifier] = self._load(load)
+        except DeviceError as error:  # no copy is under way: each once more by itself
+            logger.debug("ecd: the loads of a step had no common end: %s", error)
+            del self._done[marks[0] :], self._under_way[marks[1] :]
+            for load in loads:
+                into[load.identifier] = self._load(load)
+
+    def _copies(self) -> Copies | None:
+        """Copies to this device. None: torch makes them, or there are none for now."""
+        with contextlib.suppress(DeviceError):  # the first load says what is wrong
+            return None if self._has_failed else for_device(self.device)
+        return None
+
+    def _load(self, load: Load) -> torch.Tensor:
+        """Load one item. Raises RuntimeError where it is gone."""
         if not self._has_failed:
             try:
                 copies = for_device(self.device)

@@ -154,14 +154,17 @@ class WorkerRole:
         """Put every item into `encoder_cache`, whole for what the step does next."""
         self._encoder_cache = encoder_cache
         self._check_mark(encoder_cache)
+        new = {}
         for load in loads:
-            if load.identifier in encoder_cache:
+            if load.identifier in encoder_cache or load.identifier in new:
                 self._loader.note_done(load.id)
             else:
-                encoder_cache[load.identifier] = self._loader.load(load)
-                self._note_origin(load.identifier, load.cost_s, load.metadata)
-                self._stats.count("loads")
-                self._stats.count("loaded_bytes", load.handle.nbytes)
+                new[load.identifier] = load
+        self._loader.load(new.values(), encoder_cache)
+        for load in new.values():
+            self._note_origin(load.identifier, load.cost_s, load.metadata)
+            self._stats.count("loads")
+            self._stats.count("loaded_bytes", load.handle.nbytes)
         self._encode_time.begin(self._encoded_rows)
 
     # -- saving --------------------------------------------------------------------------------
