@@ -102,7 +102,7 @@ class MappedPool:
                 return
             fd = os.dup(self._fd)
         try:
-            pool = pinned.acquire(fd, self.nbytes, device)
+            pool = pinned.acquire(fd, self.nbytes, device, os.path.dirname(self.path))
         finally:
             os.close(fd)
         with self._lock:

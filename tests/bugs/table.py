@@ -1195,6 +1195,20 @@ EDITED = {
             "client/ecd_client/device/pinned.py", "PIECE_BYTES = 32 << 20", "PIECE_BYTES = 1 << 40"
         ),
     ),
+    "all engines of a node pin at once": Bug(
+        "gpu",
+        "gpu/test_dma.py::test_engines_pin_in_turn",
+        Edit("client/ecd_client/device/pinned.py", "fcntl.LOCK_EX |", "fcntl.LOCK_SH |"),
+    ),
+    "an engine that is stopped as it pins stops the others": Bug(
+        "gpu",
+        "gpu/test_dma.py::test_an_engine_that_is_stopped_as_it_pins_stops_no_other",
+        Edit(
+            "client/ecd_client/device/pinned.py",
+            "if clock.now_s() >= until_s:",
+            "if until_s < 0:",
+        ),
+    ),
     # -- figures -------------------------------------------------------------------------------
     "a wait that ends with nothing is no miss": Bug(
         "invariant 14",

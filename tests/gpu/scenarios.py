@@ -282,6 +282,26 @@ def registration_is_refused(address: str) -> dict:
     return {"stored": stored, "right": right, "failure": failure, "warnings": warnings}
 
 
+def pins_in_turn(address: str) -> dict:
+    """Pins the pool when a line comes; when each of the driver's calls began and ended."""
+    pinned.PIECE_BYTES = MIB
+    if "PATIENT" in os.environ:  # on a busy machine, too
+        pinned.TURN_S = HANG_S
+    calls, register = [], driver.register
+
+    def note(at: int, nbytes: int) -> None:
+        began_s = clock.now_s()
+        register(at, nbytes)
+        calls.append((began_s, clock.now_s()))
+
+    driver.register = note
+    with Client(address) as client:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        pin(client)
+        return {"calls": calls}
+
+
 def half_of_it_is_refused(address: str) -> dict:
     """Registration in pieces of 8 MiB stops half way: what lies before is pinned all the same."""
     pinned.PIECE_BYTES = 8 * MIB

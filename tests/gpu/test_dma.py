@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -131,6 +132,45 @@ def test_pinning_can_be_turned_off(scenario: Scenario) -> None:
 def test_a_process_pins_a_pool_once(scenario: Scenario) -> None:
     found = scenario("two_clients_pin_once")
     assert found == {"calls": 2, "right": True, "still": True, "warnings": []}, "64 MiB"
+
+
+def start_to_pin(cuda: Cuda, daemon: Daemon, **variables: str) -> subprocess.Popen[str]:
+    """An engine that pins the pool once it is told to."""
+    engine = cuda.start(SCENARIOS, "pins_in_turn", daemon.address, **variables)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n"
+    return engine
+
+
+def tell(engine: subprocess.Popen[str]) -> None:
+    assert engine.stdin is not None
+    engine.stdin.write("\n")
+    engine.stdin.flush()
+
+
+def test_engines_pin_in_turn(cuda: Cuda, control: Control, daemon: Daemon) -> None:
+    """The driver's locks are the node's: calls of one engine hold up the launches of all."""
+    both = [start_to_pin(cuda, daemon, PATIENT="yes") for _ in range(2)]
+    control.register_delay_us = 2000
+    for engine in both:
+        tell(engine)
+    outputs = [engine.communicate(timeout=HANG_S)[0] for engine in both]
+    calls = sorted(call for output in outputs for call in json.loads(output)["calls"])
+    assert len(calls) == 2 * 64
+    assert all(ended <= begins for (_, ended), (begins, _) in itertools.pairwise(calls))
+
+
+def test_an_engine_that_is_stopped_as_it_pins_stops_no_other(
+    cuda: Cuda, control: Control, daemon: Daemon
+) -> None:
+    stuck, other = start_to_pin(cuda, daemon), start_to_pin(cuda, daemon)
+    control.register_delay_us, before = int(HANG_S * 1e6), control.counters().register_calls
+    tell(stuck)
+    eventually(lambda: control.counters().register_calls > before)
+    with stopped(stuck.pid):
+        control.register_delay_us = 0
+        output, _ = other.communicate("\n", timeout=HANG_S)
+    assert len(json.loads(output)["calls"]) == 64
 
 
 def test_operators_see_which_clients_have_pinned_the_pool(

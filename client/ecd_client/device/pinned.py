@@ -6,21 +6,25 @@ CUDA copies from memory that is not registered too, through a buffer of its own,
 speed.
 
 All launches of the process wait while the driver registers or unregisters, and calls that follow at
-once leave them no gap: so a piece is small, and a pause as long as its call comes after it.
+once leave them no gap: so a piece is small, and a pause as long as its call comes after it. The
+driver's locks are the node's, and all engines pin anew after a restart of the daemon: so they take
+turns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ecd_client import clock
 from ecd_client.device import completions
-from ecd_client.errors import DeviceError
+from ecd_client.errors import RETRY_S, DeviceError
 from ecd_proto.contract import size_text
 from ecd_proto.mapped_file import MappedFile
 
@@ -28,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """Bytes registered by one call, which takes some 1 ms: the longest that a launch waits for it."""
+TURN_S = 0.05
+"""How long a call waits for those of other engines, one of which may be stopped within it."""
 PROGRESS_S = 2.0
 
 T = TypeVar("T")
@@ -44,13 +50,16 @@ class Pinning(NamedTuple):
 class PinnedPool:
     """One pool's file, mapped for DMA; `pinned_bytes` of it, from its first on, are registered."""
 
-    def __init__(self, fd: int, nbytes: int, device: int) -> None:
-        """Map the file, and begin to register it. Raises OSError."""
+    def __init__(self, fd: int, nbytes: int, device: int, directory: str = "") -> None:
+        """Map the file, and begin to register it. Raises OSError.
+
+        Engines with the same directory take turns.
+        """
         self.nbytes, self.pinned_bytes = nbytes, 0
         self.outcome = Pinning()
         """All zero until nothing more will be registered."""
         self.users = 0  # sessions; changed by `acquire` and `release` alone
-        self._device = device
+        self._device, self._turns = device, _Turns(directory)
         self._mapping = MappedFile(fd, nbytes, writable=True)
         self._lock = threading.Lock()
         self._closing = False
@@ -81,7 +90,7 @@ class PinnedPool:
         failure: str | None = None
         try:
             with driver.on(self._device):
-                while self.pinned_bytes < self.nbytes and _slowly(self._register_next):
+                while self.pinned_bytes < self.nbytes and self._turns.call(self._register_next):
                     if clock.now_s() - told_s >= PROGRESS_S:
                         told_s = clock.now_s()
                         percent = 100 * self.pinned_bytes / self.nbytes
@@ -121,7 +130,7 @@ class PinnedPool:
             self.pinned_bytes = 0
         with driver.on(self._device):
             for offset in pieces:
-                _slowly(partial(driver.unregister, self._mapping.address + offset))
+                self._turns.call(partial(driver.unregister, self._mapping.address + offset))
 
     def cut_off(self) -> None:
         """In a forked child: writes here no longer reach the pool."""
@@ -131,13 +140,64 @@ class PinnedPool:
 _driver = threading.Lock()
 
 
-def _slowly(call: Callable[[], T]) -> T:
-    """Make a call of the driver, then leave the driver to the engine's launches for as long."""
-    with _driver:  # while one pool is unpinned, the next is pinned: pauses of both, not of each
-        started_s = clock.now_s()
-        result = call()
-        clock.sleep(clock.now_s() - started_s)
-        return result
+class _Turns:
+    """Makes calls of the driver with pauses between them, and one at a time in the node.
+
+    The lock is the directory's, and is opened for each call: another daemon may have made the
+    directory anew.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._patience_s, self._took_s = TURN_S, 0.0
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Make a call, then leave the driver to the engine's launches for as long as it took."""
+        with _driver:  # while one pool is unpinned, the next is pinned: pauses of both, not of each
+            with self._turn() as has_waited:
+                if has_waited:  # the pause after the other engine's call
+                    clock.sleep(self._took_s)
+                started_s = clock.now_s()
+                result = function()
+                self._took_s = clock.now_s() - started_s
+            clock.sleep(self._took_s)
+            return result
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Keep other engines from their calls; whether theirs had to be waited for."""
+        try:
+            fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # the daemon has stopped, and no engine pins its pool anew
+            yield False
+            return
+        try:
+            yield self._wait(fd)
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is forked now has the descriptor, too
+            os.close(fd)
+
+    def _wait(self, fd: int) -> bool:
+        """Wait for the lock while patience lasts, which each wait in vain halves.
+
+        Returns whether another engine had it.
+        """
+        until_s, has_waited = clock.now_s() + self._patience_s, False
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if clock.now_s() >= until_s:
+                    self._patience_s /= 2
+                    return True
+            except OSError:  # there are no such locks
+                return False
+            else:
+                self._patience_s = TURN_S
+                return has_waited
+            has_waited = True
+            clock.sleep(RETRY_S)
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within
@@ -146,15 +206,18 @@ _leaving: set[PinnedPool] = set()
 """Pools that a session let go of, until that is done; those that stay registered stay mapped."""
 
 
-def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
-    """The pinned pool of this file, for one session until `release`. Raises OSError."""
+def acquire(fd: int, nbytes: int, device: int, directory: str) -> PinnedPool:
+    """The pinned pool of this file in the directory, for one session until `release`.
+
+    Raises OSError.
+    """
     found = os.fstat(fd)
     completions.start()
     with _lock:
         place = found.st_dev, found.st_ino, nbytes  # a restart may let the pool grow
         pool = _pools.get(place)
         if pool is None:
-            pool = _pools[place] = PinnedPool(fd, nbytes, device)
+            pool = _pools[place] = PinnedPool(fd, nbytes, device, directory)
         pool.users += 1
         return pool
 
