@@ -1,6 +1,9 @@
 """ecd on a machine with a GPU: correctness first, then what pinning and asynchronous copies bring.
 
     python benchmarks/gpu.py [--only SECTION]... [--output FILE.md] [--output-json FILE.json]
+    python benchmarks/gpu.py --standin
+
+The second needs no GPU: the time of an engine's thread, on the stand-in for CUDA's driver.
 
 Takes less than 20 minutes. A section that fails is a row of the table, and the others go on.
 Medians of many, each beside its rival in the same round. Needs torch with CUDA, cuda-bindings,
@@ -23,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
+import gpu_host
 import gpu_kills
 import torch
 import typer
@@ -115,7 +119,7 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     each.__name__: each
     for each in (
         *(tests, daemon, kills, copies, registration, stalls, loads, puts),
-        *(near, attach, engines, vllm),
+        *(gpu_host.host, near, attach, engines, vllm),
     )
 }
 
@@ -171,13 +175,18 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SECTIONS)}.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
     output_json: Annotated[Path | None, typer.Option(help="Write all numbers here.")] = None,
+    standin: Annotated[bool, typer.Option("--standin", help="Without a GPU: host alone.")] = False,
 ) -> None:
-    if lacks := why_not():
+    if standin:
+        gpu_host.use_standin()
+        only = ["host"]
+    elif lacks := why_not():
         typer.echo(lacks, err=True)
         raise typer.Exit(2)
     if unknown := set(only or ()) - set(SECTIONS):
         raise typer.BadParameter(f"no such section: {', '.join(sorted(unknown))}")
-    gpu, started_s, rows = gpu_name(), time.monotonic(), []
+    gpu = "the stand-in for CUDA's driver" if standin else gpu_name()
+    started_s, rows = time.monotonic(), []
     for name in SECTIONS:
         if only and name not in only:
             continue

@@ -180,8 +180,8 @@ class CallsByThread:
             if re.match("cu[A-Z]", name) and callable(function) and not isinstance(function, type):
                 setattr(driver.cuda, name, self._counted(function))
         if gpu is not None:
-            gpu.empty = self._uncounted(gpu.empty)  # type: ignore[method-assign]
-            gpu._give_back = self._uncounted(gpu._give_back)  # type: ignore[method-assign]
+            gpu.empty = self._uncounted(gpu.empty)
+            gpu._give_back = self._uncounted(gpu._give_back)
 
     def _counted(self, function: Callable) -> Callable:
         def counted(*arguments: object) -> object:
