@@ -54,17 +54,74 @@ with Client(sys.argv[1]) as client:
         with client.get(str(dtype)) as item:
             assert torch.equal(item.to("cuda"), tensor)
             assert torch.equal(item.tensor, tensor.cpu())
-    graph = torch.cuda.CUDAGraph()
-    static = torch.zeros(MIB, device="cuda")
-    held = client.get("39")
-    with torch.cuda.graph(graph):
-        static.add_(1)
-        held.close()  # and what ends of it on the side
-    graph.replay()
-    assert float(static[0]) == 1
     last = client.get("39")
     copy = last.to("cuda", non_blocking=True)
 assert is_right(copy, 39), "the client was closed amid its copy"
+print("right")
+"""
+
+CAPTURES = """
+import threading
+from functools import partial
+from ecd_client.device import pinned
+
+def captured(*beside):
+    # A graph that adds 1, and what other threads do from its capture's begin to its end.
+    found, graph = [], torch.cuda.CUDAGraph()
+    def do(each, stream):
+        with torch.cuda.stream(stream):
+            found.append(each())
+    threads = [threading.Thread(target=do, args=[each, torch.cuda.Stream()]) for each in beside]
+    with torch.cuda.graph(graph):
+        static.add_(1)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        static.add_(1)
+    before = float(static[0])
+    graph.replay()
+    assert float(static[0]) == before + 2
+    assert len(found) == len(beside), "a thread has failed: see above"
+    return found
+
+def pin(client):
+    client.pin()
+    eventually(lambda: client.pinning.nbytes, "the pool is pinned")
+
+def load_some(client):
+    loaded = []
+    for number in (1, 2) * 10:
+        with client.get(str(number)) as item:
+            loaded.append((item.to("cuda", non_blocking=True), number))
+    return loaded
+
+def put_one(client, tensor):
+    return client.put_async("amid", tensor).result(HANG_S)
+
+def pin_anew(client, address):
+    client.close()
+    eventually(lambda: not pinned._pools and not pinned._leaving, "the pool is unpinned")
+    again = Client(address)
+    pin(again)
+    return again
+
+static = torch.zeros(MIB, device="cuda")
+client, tensor = Client(sys.argv[1]), encode(3)
+captured(partial(pin, client))
+for number in (1, 2):
+    client.put(str(number), encode(number))
+torch.cuda.synchronize()
+load, put = partial(load_some, client), partial(put_one, client, tensor)
+done = captured(load, load, put)
+assert done.count(True) == 1, done
+torch.cuda.synchronize()
+for loaded in done:
+    assert loaded is True or all(is_right(*each) for each in loaded)
+[client] = captured(partial(pin_anew, client, sys.argv[1]))
+with client.get("amid") as item:
+    assert is_right(item.to("cuda"), 3)
+client.close()
 print("right")
 """
 
@@ -121,6 +178,11 @@ print("right")
 
 def test_saves_and_loads_are_right(cuda: Cuda, daemon: Daemon) -> None:
     assert cuda.run(BEGIN + SCRIPT, daemon.address).stdout == "right\n"
+    daemon.check_nothing_leaked()
+
+
+def test_graphs_are_captured_while_other_threads_copy_and_pin(cuda: Cuda, daemon: Daemon) -> None:
+    assert cuda.run(BEGIN + CAPTURES, daemon.address).stdout == "right\n"
     daemon.check_nothing_leaked()
 
 

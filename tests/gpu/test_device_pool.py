@@ -98,7 +98,6 @@ def test_a_step_makes_few_calls_of_the_driver(
     assert found == {"load": load, "put": 5, "step of four": step, "near": nbytes != "0"}
 
 
-@pytest.mark.usefixtures("control")
 def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", near.address]
     done = run_command([*command, "doctor", "--json"], capture_output=True, text=True)
