@@ -21,6 +21,8 @@ from support.waiting import HANG_S, eventually
 MIB = 1 << 20
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 1, 2, 3, 100
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS = 201, 400, 600, 700
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED = 900, 901, 904
+CAPTURE_ISOLATION, CAPTURED_EVENT, CAPTURE_WRONG_THREAD = 905, 907, 908
 CONTEXT_IS_DESTROYED, HOST_REGISTERED, HOST_NOT_REGISTERED, UNKNOWN = 709, 712, 713, 999
 
 START = """
@@ -305,6 +307,154 @@ say("registered")
     answer(script)
     assert heard(script) == "registered"
     assert control.counters().registrations == 1
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+CAPTURE = (
+    START
+    + """
+use_device()
+GLOBAL, OF_THREAD, RELAXED = (cu.CUstreamCaptureMode(number) for number in range(3))
+side, fork, other = stream(), stream(), stream()
+source, target = tensor(b"n" * MIB), tensor(b"o" * MIB)
+outside = event(other)
+call(cu.cuCtxSynchronize)
+
+def begin(mode=GLOBAL):
+    call(cu.cuStreamBeginCapture, side, mode)
+
+def end():
+    return error(cu.cuStreamEndCapture, side)
+
+def in_a_thread(*asked, mode=None):
+    codes = []
+    def ask():
+        use_device()
+        if mode is not None:
+            call(cu.cuThreadExchangeStreamCaptureMode, mode)
+        codes.append(error(*asked))
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return codes.pop()
+"""
+)
+
+
+def test_work_on_a_captured_stream_is_not_done(cuda: Cuda) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+begin()
+call(cu.cuMemcpyAsync, target, source, MIB, side)
+over = event(side)
+assert int(call(cu.cuStreamIsCapturing, side)) == 1
+assert int(call(cu.cuStreamIsCapturing, other)) == 0
+assert end() == 0
+assert int(call(cu.cuStreamIsCapturing, side)) == 0
+assert read(target, MIB) == b"o" * MIB
+assert error(cu.cuEventQuery, over) == error(cu.cuEventSynchronize, over) == {CAPTURED_EVENT}
+call(cu.cuEventRecord, over, side)
+call(cu.cuEventSynchronize, over)
+"""
+    )
+
+
+def test_a_capture_takes_in_the_streams_that_wait_for_it(cuda: Cuda) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+begin()
+call(cu.cuStreamWaitEvent, fork, event(side), 0)
+call(cu.cuMemcpyAsync, target, source, MIB, fork)
+assert int(call(cu.cuStreamIsCapturing, fork)) == 1
+assert end() == {CAPTURE_UNJOINED}
+begin()
+call(cu.cuStreamWaitEvent, fork, event(side), 0)
+call(cu.cuMemcpyAsync, target, source, MIB, fork)
+call(cu.cuStreamWaitEvent, side, event(fork), 0)
+assert end() == 0
+assert int(call(cu.cuStreamIsCapturing, fork)) == 0
+assert read(target, MIB) == b"o" * MIB
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ("cu.cuStreamWaitEvent, side, outside, 0", CAPTURE_ISOLATION),
+        ("cu.cuStreamSynchronize, side", CAPTURE_UNSUPPORTED),
+        ("cu.cuStreamQuery, side", CAPTURE_UNSUPPORTED),
+        ("cu.cuMemcpy, target, source, MIB", CAPTURE_UNSUPPORTED),
+    ],
+)
+def test_a_capture_is_broken_by_calls_that_conflict_with_it(
+    cuda: Cuda, asked: str, code: int
+) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+begin()
+assert error({asked}) == {code}
+assert int(call(cu.cuStreamIsCapturing, side)) == 2
+assert end() == {CAPTURE_INVALIDATED}
+begin()
+assert end() == 0
+"""
+    )
+
+
+def test_other_threads_break_a_global_capture_unless_they_are_relaxed(cuda: Cuda) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+ask = cu.cuEventQuery, outside
+begin()
+assert in_a_thread(cu.cuStreamEndCapture, side) == {CAPTURE_WRONG_THREAD}
+assert in_a_thread(*ask, mode=RELAXED) == in_a_thread(*ask, mode=OF_THREAD) == 0
+assert end() == 0
+begin()
+assert in_a_thread(*ask) == {CAPTURE_UNSUPPORTED}
+assert end() == {CAPTURE_INVALIDATED}
+for mode in (OF_THREAD, RELAXED):
+    begin(mode)
+    assert in_a_thread(*ask) == 0
+    assert end() == 0
+begin(OF_THREAD)
+assert error(*ask) == {CAPTURE_UNSUPPORTED}
+assert end() == {CAPTURE_INVALIDATED}
+begin(RELAXED)
+assert error(*ask) == 0
+assert end() == 0
+"""
+    )
+
+
+@pytest.mark.usefixtures("control")  # no documentation says so
+def test_a_capture_is_broken_by_asking_for_its_event(cuda: Cuda) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+begin()
+over = event(side)
+assert in_a_thread(cu.cuEventQuery, over, mode=RELAXED) == {CAPTURED_EVENT}
+assert end() == {CAPTURE_INVALIDATED}
+"""
+    )
+
+
+def test_unknown_flags_of_events_are_refused(cuda: Cuda) -> None:
+    cuda.run(
+        START
+        + f"""
+use_device()
+side = stream()
+assert error(cu.cuEventCreate, 64) == error(cu.cuEventCreate, 4) == {INVALID_VALUE}
+assert error(cu.cuStreamWaitEvent, side, event(side), 64) == {INVALID_VALUE}
+"""
+    )
 
 
 # -- what fails ------------------------------------------------------------------------------------

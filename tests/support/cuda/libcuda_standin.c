@@ -10,11 +10,13 @@
 // - A copy from pageable host memory is staged at once; a copy to it blocks the caller.
 // - A copy to or from an address without access fails the context for good (700), as does the loss
 //   of the memory's registration or mapping while the copy is under way.
-// - While one thread captures a graph, others may make few calls, unless they asked to.
+// - Work on a stream that is being captured is not done, and cannot be waited for. While a thread
+//   captures, it and others may make few calls, unless they asked to.
 // - A forked child cannot use the driver.
 //
-// It has no kernels and no graphs, no order between the default stream and others, no shared limit of a device's
-// memory for several processes, and no speed. docs/testing.md says what tests on it do not prove.
+// It has no kernels, runs no graphs, and has no order between the default stream and others, no
+// shared limit of a device's memory for several processes, and no speed. docs/testing.md says what
+// tests on it do not prove.
 // Numbers without a name in this file are those of cuda.h.
 //
 // A file of one page, the control page, lets tests direct and watch processes while they run;
@@ -52,8 +54,9 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, INVALID_HANDLE = 400,
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
        HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
-       CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907, UNKNOWN = 999 };
-enum { CAPTURE_GLOBAL = 0, CAPTURE_RELAXED = 2 };
+       CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
+       CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999 };
+enum { CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
 enum { REGISTER_READ_ONLY = 8, REGISTER_FLAGS = 15 };
@@ -91,9 +94,15 @@ typedef struct Range {
     unsigned flags;                // of registered host memory
 } Range;
 typedef struct { int device; } Context;
+typedef struct Capture {  // kept after its end
+    int mode, thread, is_broken, is_over;
+    struct Stream *origin;
+} Capture;
 typedef struct Event {
     struct Event *next;  // in `events`, until it is destroyed
-    int device, references, is_captured;  // recorded into a graph
+    int device, references;
+    Capture *capture;         // that it was last recorded in, on a stream of
+    struct Stream *captured;  // its own
     uint64_t recorded, completed;  // numbers of the latest cuEventRecord, and of the latest done
 } Event;
 typedef struct Op {
@@ -112,7 +121,9 @@ typedef struct Stream {
     struct Stream *next;
     pthread_cond_t work;
     Op *first, **last;
-    int device, is_destroyed, is_captured;
+    int device, is_destroyed;
+    Capture *capture;  // of which its work is, from cuStreamBeginCapture or a wait on
+    int is_joined;     // to the capture's origin
 } Stream;
 typedef struct { int type, handle_types, where, device; void *win32; unsigned char flags[8]; } Prop;
 typedef struct { int where, device, flags; } Access;
@@ -165,14 +176,18 @@ static int in_context(const char *function) {
 }
 #define BEGIN(check) do { int error_ = check(__func__); if (error_) return error_; } while (0)
 
-// While a thread captures a stream, calls that might wait are forbidden to all threads but those
-// that said that they are relaxed about it: such a call fails, and breaks the capture.
-static _Atomic int captures, is_capture_broken;
+// While a thread captures a stream, calls that might wait are forbidden to it and, in the global
+// mode, to all threads but those that said otherwise: such a call fails, and breaks the captures.
+static _Atomic int global_captures;
+static __thread int own_captures;  // but relaxed ones
 static __thread int capture_mode = CAPTURE_GLOBAL;
 static int unless_captured(const char *function) {
     (void)function;
-    if (!captures || capture_mode == CAPTURE_RELAXED) return OK;
-    is_capture_broken = 1;
+    int is_free = !own_captures && (!global_captures || capture_mode == CAPTURE_THREAD_LOCAL);
+    if (is_free || capture_mode == CAPTURE_RELAXED) return OK;
+    LOCKED;
+    for (Stream *each = streams; each; each = each->next)
+        if (each->capture) each->capture->is_broken = 1;
     return CAPTURE_UNSUPPORTED;
 }
 
@@ -700,7 +715,28 @@ static Event **find_event(Event *event) {
     while (*link && *link != event) link = &(*link)->next;
     return *link ? link : NULL;
 }
-static void put(Stream *stream, Op op) {
+static int broken(Capture *capture, int error) {
+    capture->is_broken = 1;
+    return error;
+}
+// Note an op that is part of a graph, and not done.
+static int capture(Stream *stream, Op op) {
+    Capture *capture = stream->capture;
+    if (capture->is_broken) return CAPTURE_INVALIDATED;
+    if (op.kind == WAIT && op.event->capture != capture) return broken(capture, CAPTURE_ISOLATION);
+    stream->is_joined = 0;
+    if (op.kind == RECORD) op.event->capture = capture, op.event->captured = stream;
+    for (Stream *each = streams; each && op.kind == WAIT; each = each->next)
+        if (stream == capture->origin && each == op.event->captured) each->is_joined = 1;
+    return OK;
+}
+static int put(Stream *stream, Op op) {
+    if (op.kind == WAIT && op.event->capture && !stream->capture) {
+        if (op.event->capture->is_over) return CAPTURED_EVENT;
+        stream->capture = op.event->capture;  // which has a fork now
+    }
+    if (stream->capture) return capture(stream, op);
+    if (op.kind == RECORD) op.event->capture = NULL;
     Op *queued = malloc(sizeof op);
     op.sequence = ++sequence;
     if (op.event) op.event->references++;
@@ -710,6 +746,7 @@ static void put(Stream *stream, Op op) {
     *stream->last = queued;
     stream->last = &queued->next;
     pthread_cond_signal(&stream->work);
+    return OK;
 }
 static int is_busy(Stream *only, int device, uint64_t until) {
     for (Stream *each = streams; each; each = each->next) {
@@ -751,6 +788,7 @@ API cuStreamSynchronize(Stream *handle) {
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
+    if (stream->capture) return broken(stream->capture, CAPTURE_UNSUPPORTED);
     int device = stream->device;
     wait_for(stream);
     return failed(device);
@@ -761,42 +799,58 @@ API cuStreamQuery(Stream *handle) {
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
+    if (stream->capture) return broken(stream->capture, CAPTURE_UNSUPPORTED);
     if (sticky[stream->device]) return sticky[stream->device];
     return stream->first ? NOT_READY : OK;
 }
 API cuThreadExchangeStreamCaptureMode(int *mode) {
     BEGIN(without_context);
+    if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return INVALID_VALUE;
     int before = capture_mode;
     capture_mode = *mode;
     *mode = before;
     return OK;
 }
-API cuStreamBeginCapture_v2(Stream *handle, int mode) {  // captures nothing: the work is done
+API cuStreamBeginCapture_v2(Stream *handle, int mode) {
     BEGIN(in_context);
+    if (mode < CAPTURE_GLOBAL || mode > CAPTURE_RELAXED) return INVALID_VALUE;
+    if ((uintptr_t)handle <= 1) return CAPTURE_UNSUPPORTED;  // the legacy default stream
     LOCKED;
     Stream *stream = find_stream(handle);
-    if (!stream || mode != CAPTURE_GLOBAL || stream->is_captured) return INVALID_VALUE;
-    stream->is_captured = 1;
-    is_capture_broken = 0;
-    captures++;
+    if (!stream || stream->capture) return INVALID_VALUE;
+    stream->capture = calloc(1, sizeof *stream->capture);
+    *stream->capture = (Capture){.mode = mode, .thread = gettid(), .origin = stream};
+    if (mode == CAPTURE_GLOBAL) global_captures++;
+    if (mode != CAPTURE_RELAXED) own_captures++;
     return OK;
 }
-API cuStreamEndCapture(Stream *handle, void **graph) {
+API cuStreamEndCapture(Stream *handle, Capture **graph) {  // which no call takes
     BEGIN(in_context);
     LOCKED;
-    Stream *stream = find_stream(handle);
-    if (!stream || !stream->is_captured) return INVALID_VALUE;
-    stream->is_captured = 0;
-    captures--;
     *graph = NULL;
-    return is_capture_broken ? CAPTURE_INVALIDATED : OK;
+    Stream *stream = find_stream(handle);
+    Capture *capture = stream ? stream->capture : NULL;
+    if (!capture) return INVALID_VALUE;
+    if (capture->mode != CAPTURE_RELAXED && capture->thread != gettid()) return CAPTURE_WRONG_THREAD;
+    if (capture->origin != stream) return broken(capture, CAPTURE_UNMATCHED);
+    int error = capture->is_broken ? CAPTURE_INVALIDATED : OK;
+    for (Stream *each = streams; each; each = each->next) {
+        if (each->capture != capture) continue;
+        if (each != stream && !each->is_joined && !error) error = CAPTURE_UNJOINED;
+        each->capture = NULL;
+    }
+    capture->is_over = 1;
+    if (capture->mode == CAPTURE_GLOBAL) global_captures--;
+    if (capture->mode != CAPTURE_RELAXED) own_captures--;
+    if (!error) *graph = capture;
+    return error;
 }
 API cuStreamIsCapturing(Stream *handle, int *status) {
     BEGIN(in_context);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
-    *status = stream->is_captured;
+    *status = !stream->capture ? 0 : stream->capture->is_broken ? 2 : 1;
     return OK;
 }
 API cuCtxSynchronize(void) {
@@ -808,7 +862,8 @@ API cuCtxSynchronize(void) {
 }
 API cuEventCreate(Event **event, unsigned flags) {
     BEGIN(in_context);
-    (void)flags;
+    enum { DISABLE_TIMING = 2, INTERPROCESS = 4, ALL = 7 };
+    if (flags & ~ALL || (flags & INTERPROCESS && !(flags & DISABLE_TIMING))) return INVALID_VALUE;
     LOCKED;
     *event = calloc(1, sizeof **event);
     **event = (Event){.next = events, .device = this_device(), .references = 1};
@@ -831,23 +886,19 @@ API cuEventRecord(Event *event, Stream *handle) {
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream || !find_event(event) || event->device != stream->device) return INVALID_HANDLE;
-    event->is_captured = stream->is_captured;
-    if (!event->is_captured) put(stream, (Op){.kind = RECORD, .event = event});
-    return OK;
+    return put(stream, (Op){.kind = RECORD, .event = event});
 }
 API cuStreamWaitEvent(Stream *handle, Event *event, unsigned flags) {
     BEGIN(in_context);
-    (void)flags;
+    if (flags) return INVALID_VALUE;
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream || !find_event(event)) return INVALID_HANDLE;
-    put(stream, (Op){.kind = WAIT, .event = event});
-    return OK;
+    return put(stream, (Op){.kind = WAIT, .event = event});
 }
-// Asking for an event that is of a graph breaks captures, whatever the thread has asked for.
+// Asking for an event that is of a graph breaks the capture, whatever the thread has asked for.
 static int asked_of_graph(Event *event) {
-    if (event->is_captured && captures) is_capture_broken = 1;
-    return event->is_captured ? CAPTURED_EVENT : OK;
+    return event->capture ? broken(event->capture, CAPTURED_EVENT) : OK;
 }
 API cuEventQuery(Event *event) {
     BEGIN(without_context);
@@ -976,6 +1027,7 @@ static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchron
         return INVALID_VALUE;  // seen on an H200
     int to_host = op.to_kind != ON_DEVICE, from_host = op.from_kind != ON_DEVICE;
     int is_staged = op.from_kind == PAGEABLE, is_pageable = is_staged || op.to_kind == PAGEABLE;
+    if (stream->capture) return put(stream, op);
     count(COPIES, 1);
     count(to_host ? BYTES_D2H : from_host ? BYTES_H2D : BYTES_D2D, nbytes);
     if (is_pageable) count(PAGEABLE_COPIES, 1);
@@ -996,6 +1048,7 @@ static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchron
     } \
     API name##version(Ptr to, Ptr from, size_t nbytes) { \
         BEGIN(in_context); \
+        BEGIN(unless_captured); \
         return copy(to, from, nbytes, NULL, 1); \
     }
 COPY_CALLS(cuMemcpy, )
@@ -1010,8 +1063,8 @@ API cuMemsetD8Async(Ptr to, unsigned char value, size_t nbytes, Stream *handle) 
     if (!stream) return INVALID_HANDLE;
     int kind = kind_of(to, nbytes);
     if (kind != ON_DEVICE && kind != PINNED) return INVALID_VALUE;
-    put(stream, (Op){.kind = FILL, .to = to, .nbytes = nbytes, .to_kind = kind, .value = value});
-    return OK;
+    Op op = {.kind = FILL, .to = to, .nbytes = nbytes, .to_kind = kind, .value = value};
+    return put(stream, op);
 }
 
 // -- names ----------------------------------------------------------------------------------------
@@ -1035,7 +1088,11 @@ API cuGetErrorName(int error, const char **name) {
         {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
         {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
         {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
+        {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
+        {CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"},
+        {CAPTURE_ISOLATION, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
         {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT"},
+        {CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
         {UNKNOWN, "CUDA_ERROR_UNKNOWN"},
     };
     *name = NULL;
