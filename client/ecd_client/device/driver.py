@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from ecd_client import clock
+from ecd_client import clock, forks
 from ecd_client.errors import RETRY_S, DeviceBusy, DeviceError
 from ecd_proto import cuda as memory
 from ecd_proto.collected import when_collected
@@ -234,7 +234,7 @@ def _give_back(event: Any, may_reuse: list[bool], free: list[Any]) -> None:
     """Keep the driver's event for another one of ours if it was seen to be over."""
     if may_reuse and len(free) < MAX_FREE_EVENTS:
         free.append(event)
-    else:
+    elif not (forks.is_child or forks.is_uncut()):  # where a call of the driver may never return
         memory.call_anyway(cuda.cuEventDestroy, event)
 
 
