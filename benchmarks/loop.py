@@ -141,8 +141,8 @@ class Node:
     def is_session_locked(self, offset: int) -> bool:
         return False
 
-    def copies_by_dma(self, session: SessionId) -> bool:
-        return False
+    def dma_word(self, session: SessionId) -> int:
+        return 0
 
     def words(self, session: SessionId) -> memoryview:
         return self.index._pages[session]._words

@@ -92,5 +92,5 @@ class SessionFiles:
     def pinned_bytes(self, session: SessionId) -> int:
         return 0 if self._index is None else self._index.pinned_bytes(session)
 
-    def copies_by_dma(self, session: SessionId) -> bool:
-        return self._index is not None and self._index.copies_by_dma(session)
+    def dma_word(self, session: SessionId) -> int:
+        return 0 if self._index is None else self._index.dma_word(session)

@@ -84,9 +84,9 @@ class SessionPage:
     # -- reading -------------------------------------------------------------------------------
 
     @property
-    def copies_by_dma(self) -> bool:
-        """Whether the page says that a device may copy between the client and the pool."""
-        return self._words[DMA_WORD] != 0
+    def dma_word(self) -> int:
+        """Whether the page says that a device may copy into the pool: 0, DMA or DMA_OUTLASTS."""
+        return self._words[DMA_WORD]
 
     @property
     def pinned_bytes(self) -> int:

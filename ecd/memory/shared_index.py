@@ -288,10 +288,10 @@ class SharedIndex:
         page = self._pages.get(session)
         return None if page is None else page.number
 
-    def copies_by_dma(self, session: SessionId) -> bool:
-        """Whether the session's page says that a device may copy; without a page none does."""
+    def dma_word(self, session: SessionId) -> int:
+        """DMA_WORD of the session's page; 0 without a page, by which no device copies."""
         page = self._pages.get(session)
-        return page is not None and page.copies_by_dma
+        return 0 if page is None else page.dma_word
 
     @property
     def pinning_sessions(self) -> int:

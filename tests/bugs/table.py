@@ -1195,6 +1195,20 @@ EDITED = {
             "client/ecd_client/device/pinned.py", "PIECE_BYTES = 32 << 20", "PIECE_BYTES = 1 << 40"
         ),
     ),
+    "a fork leaves a killed engine's memory its second": Bug(
+        "gpu",
+        "gpu/test_dma.py::test_a_process_that_forks_says_that_its_copies_may_outlast_it",
+        Edit(
+            "client/ecd_client/device/dma.py",
+            "            dma.note_fork()",
+            "            pass",
+        ),
+    ),
+    "copies that outlast their process are waited for as others": Bug(
+        "gpu",
+        "integration/test_dma_grace.py::test_a_killed_clients_memory_waits_for_its_device",
+        Edit("ecd/rpc/cache/sessions.py", "word == DMA_OUTLASTS", "word == -1"),
+    ),
     "all engines of a node pin at once": Bug(
         "gpu",
         "gpu/test_dma.py::test_engines_pin_in_turn",

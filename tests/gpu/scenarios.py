@@ -1423,6 +1423,30 @@ def collected_amid_a_load(address: str) -> dict:
     return {"right": right, "faults": control.counters().faults}
 
 
+def copies_outlast_their_process(address: str) -> dict:
+    """What the session's page says of copies before a fork, after it, and of the next session."""
+    words = []
+    with Client(address) as client:
+        pin(client)
+        dma = client._connection.session()._dma
+        words.append(dma._words[DMA_WORD])
+        put(client, "k", 3)
+        words.append(dma._words[DMA_WORD])
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        words.append(dma._words[DMA_WORD])
+        put(client, "l", 3)
+        words.append(dma._words[DMA_WORD])
+    words.append(dma._words[DMA_WORD])
+    with Client(address) as client:
+        pin(client)
+        put(client, "m", 3)
+        words.append(client._connection.session()._dma._words[DMA_WORD])
+    return {"words": words}
+
+
 def child_after_its_parents_client(address: str) -> dict:
     """A child of a process that has no client any more is told that it cannot make one."""
     with Client(address) as client:
@@ -1523,6 +1547,7 @@ def forked_amid_copies(address: str) -> dict:
         copy = item.to("cuda", non_blocking=True)
         child = os.fork()
         if child == 0:
+            destroyed = Calls("cuEventDestroy")  # which a driver may never return from
             with contextlib.suppress(EcdError):
                 item.close()
             client.close()
@@ -1549,7 +1574,6 @@ def daemon_refuses_attaching(address: str) -> dict:
         client.pin()
         eventually(lambda: pool_of(client)._pinned)
         eventually(lambda: pool_of(client)._pinned.pinned_bytes == pool_of(client).nbytes)
-            destroyed = Calls("cuEventDestroy")  # which a driver may never return from
         before = control.counters()
         stored = put(client, "k", 16)
         saved = control.counters()

@@ -16,6 +16,7 @@ import pytest
 
 from ecd_client import Client
 from ecd_proto.cuda import CudaError, result_of
+from ecd_proto.shm.session_page import DMA, DMA_OUTLASTS
 from support.cuda.dma_stress import COPY_STEPS, KINDS, RULES
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, environment
@@ -313,6 +314,17 @@ def test_nobody_waits_for_a_pool_to_be_unpinned(scenario: Scenario) -> None:
 
 def test_an_item_may_be_collected_amid_its_load(scenario: Scenario) -> None:
     assert scenario("collected_amid_a_load") == {"right": True, "faults": 0}
+
+
+def test_a_process_that_forks_says_that_its_copies_may_outlast_it(scenario: Scenario) -> None:
+    found = scenario("copies_outlast_their_process")
+    assert found == {"words": [0, DMA, DMA_OUTLASTS, DMA_OUTLASTS, 0, DMA_OUTLASTS]}
+
+
+def test_under_mps_copies_may_outlast_their_process(scenario: Scenario, tmp_path: Path) -> None:
+    (tmp_path / "control").touch()
+    found = scenario("copies_outlast_their_process", CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
+    assert found == {"words": [0, *[DMA_OUTLASTS] * 3, 0, DMA_OUTLASTS]}
 
 
 def test_a_child_is_refused_a_client_though_its_parent_has_none_left(scenario: Scenario) -> None:

@@ -49,6 +49,7 @@ HELD = changed(
     "def toggle(name): setattr(attach, name, 1e9 - getattr(attach, name))",
     "signal.signal(signal.SIGUSR1, lambda *_: toggle('DMA_GRACE_S'))",
     "signal.signal(signal.SIGUSR2, lambda *_: toggle('DMA_BLIND_GRACE_S'))",
+    "signal.signal(signal.SIGPROF, lambda *_: toggle('DMA_LIMIT_S'))",
     "signal.signal(signal.SIGALRM, lambda *_: over.set())",
 )
 """A daemon whose graces have no end until a signal comes: one for each, and SIGALRM at a start."""
@@ -119,8 +120,13 @@ def descriptors_at_rest(daemon: Daemon, clients: int) -> int:
         (("attach", "word"), signal.SIGUSR1),
         (("attach", "attach", "word"), signal.SIGUSR1),
         (("word",), signal.SIGUSR2),
+        (("attach", "outlasts"), signal.SIGPROF),
+        (("outlasts",), signal.SIGPROF),
     ],
-    ids=["no DMA", "attached", "no copy under way", "attached, copying", "twice", "not attached"],
+    ids=[
+        *("no DMA", "attached", "no copy under way", "attached, copying", "twice", "not attached"),
+        *("forked", "forked, not attached"),
+    ],
 )
 def test_a_killed_clients_memory_waits_for_its_device(
     daemon: Daemon, steps: tuple[str, ...], grace: signal.Signals | None

@@ -101,6 +101,17 @@ def test_an_older_kernel_keeps_a_killed_engines_memory_for_longer(
     assert found.found == "their memory is free 10 s after their end; 2 of them wait now"
 
 
+def test_a_server_of_mps_is_named(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert "MPS" not in examine()
+    (tmp_path / "control").touch()
+    found = examine()["MPS"]
+    assert (found.state, str(tmp_path) in found.found) == ("look", True)
+    assert "kept 60 s" in found.advice
+
+
 def test_a_device_pool_that_could_not_be_had_is_told_of(examine: Examine) -> None:
     pool = pb.PoolStatus(kind="device", path="GPU-1", pool_bytes=2 << 30, populated_bytes=2 << 30)
     found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]

@@ -41,8 +41,8 @@ class Files:
     def note_elsewhere(self, key: Key, *, is_made: bool) -> None:
         (self.made_elsewhere.add if is_made else self.made_elsewhere.discard)(key)
 
-    def copies_by_dma(self, session: int) -> bool:
-        return False
+    def dma_word(self, session: int) -> int:
+        return 0
 
     def note_namespace(self, session: int, namespace: str) -> None:
         pass

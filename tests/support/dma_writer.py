@@ -15,7 +15,7 @@ WRITER = """
 import os, sys
 from ecd_client import Client
 from ecd_client.device.attach import attach
-from ecd_proto.shm.session_page import DMA_WORD
+from ecd_proto.shm.session_page import DMA_OUTLASTS, DMA_WORD
 from ecd_proto.v1 import cache_pb2 as pb
 
 address, shm, nbytes, *steps = sys.argv[1:]
@@ -37,6 +37,8 @@ for step in [*steps, "say", "line"]:
         attach(f"{shm}/{session.incarnation}.attach", session.token)
     if step == "word":
         session.puts._words[DMA_WORD] = 1
+    if step == "outlasts":
+        session.puts._words[DMA_WORD] = DMA_OUTLASTS
     if step == "clear":
         session.puts._words[DMA_WORD] = 0
     if step == "close":

@@ -13,9 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ecd_client.device.accelerator import BINDINGS_SINCE
-from ecd_client.device.dma import is_wanted
+from ecd_client.device.dma import is_wanted, mps_place
 from ecd_proto.findings import DOUBTFUL, GOOD, Finding, device_pool
-from ecd_proto.shm.session_page import DMA_BLIND_GRACE_S, DMA_GRACE_S, SO_PEERPIDFD
+from ecd_proto.shm.session_page import (
+    DMA_BLIND_GRACE_S,
+    DMA_GRACE_S,
+    DMA_LIMIT_S,
+    SO_PEERPIDFD,
+)
 from ecd_proto.v1 import cache_pb2 as pb
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -32,6 +37,8 @@ def examine_gpu(status: pb.StatusReply | None) -> Iterator[Finding]:
     yield _bindings()
     yield _setting()
     yield _killed_engines(0 if status is None else status.waiting_for_dma)
+    if place := mps_place():
+        yield _mps(place)
     for pool in () if status is None else status.pools:
         if pool.kind == "device":
             yield device_pool(pool)
@@ -89,6 +96,13 @@ def _killed_engines(waiting: int) -> Finding:
     found = f"their memory is free {DMA_BLIND_GRACE_S:.0f} s after their end{waits}"
     advice = f"Linux 6.5 or newer, which shows their end: {DMA_GRACE_S:.0f} s"
     return Finding("killed engines", DOUBTFUL, found, advice)
+
+
+def _mps(place: str) -> Finding:
+    """Warn of CUDA's MPS, whose server has the work of engines that were killed."""
+    found = f"{place} has a server: copies of a killed engine may go on there, without a known end"
+    advice = f"run engines without MPS; their memory is kept {DMA_LIMIT_S:.0f} s after their end"
+    return Finding("MPS", DOUBTFUL, found, advice)
 
 
 def _has_peer_pidfds() -> bool:

@@ -141,6 +141,13 @@ _found: Accelerator | None = None
 _is_missing = False
 
 
+def may_have_context() -> bool:
+    """Whether this process may have a context on a GPU, and with it the device's files."""
+    torch: Any = sys.modules.get("torch")
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", bool)
+    return _found is not None or bool(is_initialized())
+
+
 def find() -> Accelerator | None:
     """The GPUs, once this process has used one; None also where torch is not NVIDIA's.
 

@@ -6,14 +6,16 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ecd_client import clock
+from ecd_client.device import accelerator
 from ecd_client.device.attach import attach
 from ecd_client.errors import DeviceError, EcdError
 from ecd_client.shared.board import MappedBoard
-from ecd_proto.shm.session_page import DMA_WORD, PAGE_BYTES, PINNED_WORD
+from ecd_proto.shm.session_page import DMA, DMA_OUTLASTS, DMA_WORD, PAGE_BYTES, PINNED_WORD
 
 if TYPE_CHECKING:
     from ecd_client.device.pool import DevicePool
@@ -29,6 +31,15 @@ NEAR_AGAIN_S, NEAR_WAIT_S = 1.0, 75.0
 def is_wanted() -> bool:
     """Whether `ECD_PIN` allows pinning: `auto`, the default, or `off`."""
     return os.environ.get("ECD_PIN", "auto").strip().lower() not in ("off", "0", "false", "no")
+
+
+def mps_place() -> str | None:
+    """The directory of the server of CUDA's MPS (Multi-Process Service) that processes use here.
+
+    It has the work of all of them on the device, also of those that have ended.
+    """
+    place = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return place if os.path.exists(os.path.join(place, "control")) else None
 
 
 class SessionDma:
@@ -59,6 +70,8 @@ class SessionDma:
         self._ended = threading.Event()
         self._has_written = False
         """Whether the page announces copies. Otherwise it may be another session's by now."""
+        self._word = DMA_OUTLASTS if _has_forked or mps_place() else DMA
+        _all.add(self)
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
         """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
@@ -157,7 +170,16 @@ class SessionDma:
     def note_write(self) -> None:
         """Announce that copies by DMA into the pool may be under way, until `end`."""
         self._has_written = True
-        self._words[DMA_WORD] = 1
+        if self._words[DMA_WORD] != self._word:
+            with self._lock:
+                self._words[DMA_WORD] = self._word
+
+    def note_fork(self) -> None:
+        """Announce that copies may outlast this process, as a child has the device's files."""
+        with self._lock:
+            self._word = DMA_OUTLASTS
+            if self._has_written and self._words[DMA_WORD] and not self._ended.is_set():
+                self._words[DMA_WORD] = DMA_OUTLASTS
 
     def end(self) -> None:
         """Announce that no copy is under way, and none will be."""
@@ -177,3 +199,25 @@ class SessionDma:
         near, self.near = self.near, None
         if near is not None:
             near.cut_off()
+
+
+_all: weakref.WeakSet[SessionDma] = weakref.WeakSet()
+_has_forked = False
+"""Whether a child may have the files of this process's device, until it begins another program."""
+
+
+def _before_fork() -> None:
+    global _has_forked
+    if accelerator.may_have_context():
+        _has_forked = True
+        for dma in list(_all):
+            dma.note_fork()
+
+
+def _in_child() -> None:
+    global _has_forked
+    _has_forked = False
+    _all.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -186,7 +186,8 @@ class DmaProcesses:
 
     A session's copies are over when its lock has dropped, its process's pidfd is ready, and
     DMA_GRACE_S has passed since. Without a pidfd they are over DMA_BLIND_GRACE_S after the lock has
-    dropped, and so they are DMA_LIMIT_S after it where the process is not about to end.
+    dropped, and so they are DMA_LIMIT_S after it where the process is not about to end. DMA_LIMIT_S
+    is also in place of the others where the session says that its copies outlast its process.
     """
 
     def __init__(self) -> None:
@@ -219,18 +220,19 @@ class DmaProcesses:
                 DMA_LIMIT_S,
             )
 
-    def may_copy(self, session: SessionId, now_s: float) -> bool:
+    def may_copy(self, session: SessionId, now_s: float, outlasts: bool = False) -> bool:
         """Whether a copy may be under way, for a session that dropped its lock with DMA_WORD set.
 
-        The first question starts the clock.
+        `outlasts`: the word is DMA_OUTLASTS. The first question starts the clock.
         """
         dropped_s = self._dropped_s.setdefault(session, now_s)
         pidfd = self._pidfds.get(session)
         if pidfd is None:
-            return now_s < dropped_s + DMA_BLIND_GRACE_S
+            return now_s < dropped_s + (DMA_LIMIT_S if outlasts else DMA_BLIND_GRACE_S)
         if not _has_ended(pidfd):
             return now_s < dropped_s + DMA_LIMIT_S or _is_ending(pidfd)
-        return now_s < self._ended_s.setdefault(session, now_s) + DMA_GRACE_S
+        grace_s = DMA_LIMIT_S if outlasts else DMA_GRACE_S
+        return now_s < self._ended_s.setdefault(session, now_s) + grace_s
 
     def forget(self, session: SessionId) -> None:
         """Release a session's process."""

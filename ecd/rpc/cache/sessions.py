@@ -31,6 +31,7 @@ from ecd_proto.backoff import Backoff
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, MAX_NAMESPACE_BYTES, shown
 from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import MAX_ENGINES, Engine
+from ecd_proto.shm.session_page import DMA_OUTLASTS
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class OpenedFiles(KeyLocks, Protocol):
 
     def is_session_locked(self, offset: int) -> bool: ...
 
-    def copies_by_dma(self, session: SessionId) -> bool: ...
+    def dma_word(self, session: SessionId) -> int: ...
 
     def pinned_bytes(self, session: SessionId) -> int: ...
 
@@ -383,9 +384,10 @@ class SessionStreams:
 
     def _may_copy(self, session: SessionId) -> bool:
         """Whether a device may still write for the session, whose lock has dropped."""
-        if not self._files.copies_by_dma(session):
+        word = self._files.dma_word(session)
+        if not word:
             return False
-        return self._processes.may_copy(session, self._live.clock.now_s())
+        return self._processes.may_copy(session, self._live.clock.now_s(), word == DMA_OUTLASTS)
 
 
 async def anext_(iterator: SessionIterator) -> pb.SessionRequest:

@@ -27,13 +27,16 @@ USE_COUNTERS = USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD
 CLAIMS_WORD = 5
 """The number of claims that are announced: a scan skips the page if it is 0."""
 DMA_WORD = 6
-"""1 while a device may copy into the pool for this session's process: DMA outlives the process.
+"""DMA or DMA_OUTLASTS while a device may copy into the pool for this session's process, else 0.
 
 A client sets the word before its first copy from a device into the pool; one that is attached
 (`ATTACHED`) is waited for no longer than it takes. It clears the word when its session's files are
 closed and no copy is under way, just before it drops the session's lock. So a dropped lock with the
 word still set means that the process died.
 """
+DMA, DMA_OUTLASTS = 1, 2
+"""DMA outlives the process a little; and for long where something else has the process's channels
+on the device: a child that it has forked, with its files, or the server of CUDA's MPS."""
 PINNED_WORD = 7
 """Bytes of the pools that the session's process has pinned for its GPUs; for people alone."""
 
@@ -83,7 +86,8 @@ The kernel drops a lock before it closes files that were opened earlier, a devic
 DMA_LIMIT_S = 60.0
 """How long DMA may go on after a session's lock was dropped by a process that is not about to end.
 
-It has begun another program (`exec`), without the device's files.
+It has begun another program (`exec`), without the device's files. As long after the end of a
+process with DMA_OUTLASTS, of which the daemon cannot see what has the device's files.
 """
 SO_PEERPIDFD = 77
 """The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""
