@@ -196,7 +196,7 @@ class HostPool:
         try:
             # Allocating first turns a lack of memory into an error instead of a SIGBUS.
             for first in range(offset, offset + nbytes, HUGE_BYTES):
-                os.posix_fallocate(self._fd, first, 1)
+                os.posix_fallocate(self._fd, _first_page(first, offset + nbytes), 1)
             self._collapse(offset, nbytes)
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
@@ -313,3 +313,13 @@ def _enlarging(shm_dir: str, more_bytes: int) -> str:
         "counted in the container's memory limit; elsewhere "
         f"`mount -o remount,size={gib}G {shm_dir}`"
     )
+
+
+def _first_page(first: int, end: int) -> int:
+    """The page of a huge page to allocate first: the others come from the same node's memory.
+
+    A daemon that was started with interleaved memory has a page's node chosen by the page's number
+    in the file, which must not differ by whole huge pages alone.
+    """
+    at = first + first // HUGE_BYTES * mmap.PAGESIZE % HUGE_BYTES
+    return at if at < end else first

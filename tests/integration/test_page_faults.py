@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,30 @@ def test_one_huge_page_that_cannot_be_had_costs_no_other() -> None:
         assert pool.huge_bytes == 62 * MIB
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_memory_may_be_interleaved_in_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """The kernel takes a page's number, modulo the nodes; a huge page is where its first one is."""
+    allocate, firsts = os.posix_fallocate, []
+
+    def note(fd: int, offset: int, nbytes: int) -> None:
+        if nbytes == 1:
+            firsts.append(offset // mmap.PAGESIZE)
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    directory = PoolDir("/dev/shm", f"test-{os.getpid()}-nodes", None)
+    pool = HostPool(directory, "0" * 32, 64 * MIB, cold=True)
+    try:
+        pool.populate(lambda _: None)
+        assert os.fstat(pool._fd).st_size == 64 * MIB
+    finally:
+        pool.close()
+    assert [page * mmap.PAGESIZE // (2 * MIB) for page in firsts] == list(range(32))
+    assert set(Counter(page % nodes for page in firsts).values()) == {32 // nodes}
 
 
 def test_without_a_thread_for_them_pages_are_populated_later(
