@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from common import MIB, timed_us
@@ -31,6 +32,7 @@ BATCH_BYTES, MOST_COPIES = 256 * MIB, 200
 ROUNDS = 9
 REGISTERED = (GIB, 4 * GIB, 16 * GIB)
 STALL_ROUNDS = 5
+LONG_MS = 1.0
 LAUNCHES = 256
 """Launches between two waits for the GPU, so that its queue is never full."""
 
@@ -179,16 +181,25 @@ def _alloc_host_s(nbytes: int) -> float:
     return took_s
 
 
-def stalls() -> list[Row]:
-    """The longest pause between two launches while a pool of 4 GiB is pinned, or unpinned.
+class Stalls(NamedTuple):
+    """Pauses between two launches of a loop."""
 
-    As a client does it, and in calls of 1 GiB without a pause.
+    longest_ms: float
+    most_ms: float
+    """What 99.99 % of them are below."""
+    long_per_s: float
+    """Pauses above LONG_MS in a second."""
+
+
+def stalls() -> list[Row]:
+    """The pauses between two launches while a pool of 4 GiB is pinned, or unpinned.
+
+    As a client does it, and in calls of 1 GiB without a pause. The machine's own pauses are those
+    beside nothing; a loop that has a core of its own has fewer of them.
     """
     from ecd_client.device import driver
 
     device, nbytes = torch.cuda.current_device(), 4 * GIB
-    idle_ms = _longest_stall_ms(lambda: time.sleep(1.0))
-    rows = [Row("longest stall of a launch loop, beside nothing", f"{idle_ms:.2f} ms")]
     fd = os.memfd_create("ecd-bench")
     os.ftruncate(fd, nbytes)
     mapping = MappedFile(fd, nbytes, writable=True)
@@ -204,43 +215,68 @@ def stalls() -> list[Row]:
             for at in range(mapping.address, mapping.address + nbytes, GIB):
                 do(at)
 
-    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "": (pin, lambda: began.pop().unregister()),
-        ", in calls of 1 GiB": (
-            partial(each_gib, lambda at: driver.register(at, GIB)),
-            partial(each_gib, driver.unregister),
-        ),
+    ways: dict[str, Callable[[], None]] = {
+        "nothing": lambda: time.sleep(1.0),
+        f"pinning {nbytes // GIB} GiB": pin,
+        f"unpinning {nbytes // GIB} GiB": lambda: began.pop().unregister(),
+        "pinning it in calls of 1 GiB": partial(each_gib, lambda at: driver.register(at, GIB)),
+        "unpinning it in calls of 1 GiB": partial(each_gib, driver.unregister),
     }
-    for how, both in ways.items():
-        ms: tuple[list[float], list[float]] = ([], [])
+    rows = []
+    for has_own_core in (False, True):
+        found: dict[str, list[Stalls]] = defaultdict(list)
         for _ in range(STALL_ROUNDS):
-            for each, beside in zip(ms, both, strict=True):
-                each.append(_longest_stall_ms(beside))
-        for verb, each in zip(("pinning", "unpinning"), ms, strict=True):
-            rows.append(
-                Row(
-                    f"the same, beside {verb} {nbytes // GIB} GiB{how}",
-                    f"{median(each):.2f} ms, at most {max(each):.2f}",
-                    f"{idle_ms:.2f} ms",
-                    numbers={"stall_ms": each, "idle_ms": idle_ms},
-                )
-            )
+            for name, beside in ways.items():
+                found[name].append(_stalls(beside, has_own_core))
+        where = ", on a core of its own" if has_own_core else ""
+        rows += [_stall_row(name, where, each, found["nothing"]) for name, each in found.items()]
     os.close(fd)
     return rows
 
 
-def _longest_stall_ms(beside: Callable[[], None]) -> float:
+def _stall_row(name: str, where: str, each: list[Stalls], idle: list[Stalls]) -> Row:
+    def text(of: list[Stalls]) -> str:
+        longest, most, long_per_s = (median(values) for values in zip(*of, strict=True))
+        highest = max(each.longest_ms for each in of)
+        return (
+            f"99.99 % below {most:.2f} ms, {long_per_s:.1f}/s above {LONG_MS:.0f} ms, "
+            f"longest {longest:.2f} (at most {highest:.2f})"
+        )
+
+    return Row(
+        f"pauses of a launch loop{where}, beside {name}",
+        text(each),
+        "" if each is idle else f"beside nothing: {text(idle)}",
+        numbers={"rounds": [stalls._asdict() for stalls in each]},
+    )
+
+
+def _stalls(beside: Callable[[], None], has_own_core: bool) -> Stalls:
     tensor = new_tensor(MIB // 16)
-    thread = threading.Thread(target=beside)
-    longest_s = 0.0
+    cores = os.sched_getaffinity(0)
+    own = {max(cores)} if has_own_core else cores
+
+    def run_beside() -> None:
+        os.sched_setaffinity(0, cores - own or cores)  # of this thread, and those that it starts
+        beside()
+
+    thread = threading.Thread(target=run_beside)
+    pauses_s: list[float] = []
+    began_s = time.perf_counter()
     thread.start()
+    os.sched_setaffinity(0, own)
     while thread.is_alive():
         torch.cuda.synchronize()
         last_s = time.perf_counter()
         for _ in range(LAUNCHES):
             tensor.add_(1)
             now_s = time.perf_counter()
-            longest_s = max(longest_s, now_s - last_s)
+            pauses_s.append(now_s - last_s)
             last_s = now_s
+    took_s = time.perf_counter() - began_s
+    os.sched_setaffinity(0, cores)
     thread.join()
-    return longest_s * 1e3
+    pauses_s.sort()
+    long = sum(pause_s * 1e3 > LONG_MS for pause_s in pauses_s)
+    most_s = pauses_s[int(0.9999 * (len(pauses_s) - 1))]
+    return Stalls(pauses_s[-1] * 1e3, most_s * 1e3, long / took_s)
