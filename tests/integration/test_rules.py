@@ -110,10 +110,10 @@ def test_a_namespace_at_its_quota_loses_its_own_entries_and_no_others(
         put(tenant, "room", nbytes=6 * MIB)
         assert nbytes_of(daemon, "tenant-a") <= 8 * MIB
 
-    shown = cli(daemon, "ls", "--by", "namespace").stdout
+    shown = cli(daemon, "namespaces").stdout
     assert "quota" in shown.splitlines()[0]
     assert "8 MiB" in next(line for line in shown.splitlines() if line.startswith("tenant-a"))
-    rows = json.loads(cli(daemon, "ls", "--by", "namespace", "--json").stdout)
+    rows = json.loads(cli(daemon, "namespaces", "--json").stdout)
     assert {row["namespace"]: row["quota_bytes"] for row in rows} == {
         "free": 32 * MIB,
         "tenant-a": 8 * MIB,
@@ -140,7 +140,7 @@ def test_entries_are_served_until_their_ttl_and_not_after_it(
         assert held is not None
         assert is_there(short, "mapped")
         assert "left" in cli(daemon, "ls").stdout.splitlines()[0]
-        rows = json.loads(cli(daemon, "ls", "--by", "namespace", "--json").stdout)
+        rows = json.loads(cli(daemon, "namespaces", "--json").stdout)
         assert {row["namespace"]: row["ttl_s"] for row in rows} == {"long": 3600, "short": 1800}
         set_rules('[namespace_ttls]\n"short" = "0.001s"\n"*" = "1h"\n')
         eventually(lambda: not is_there(short, "mapped"), "its time is over")

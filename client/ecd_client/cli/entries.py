@@ -46,12 +46,6 @@ STDOUT = "-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"
 STORED_BEFORE = "already stored, and not replaced: `ecd-cli evict` it first to store it anew"
 
 
-class Grouping(str, Enum):
-    """The property by whose values a list is summed up."""
-
-    NAMESPACE = "namespace"
-
-
 class Order(str, Enum):
     """The order of a list of entries."""
 
@@ -83,14 +77,9 @@ def list_entries(
     whole: Annotated[
         bool, typer.Option("--wide", "--no-trunc", help="Show whole keys, as in a pipe.")
     ] = False,
-    by: Annotated[Grouping | None, typer.Option(help="Show the totals of each instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the entries, by default in the order in which they were stored."""
-    if by is not None:
-        if namespace is not None or prefix or kept or after or sort is not Order.STORED:
-            raise typer.BadParameter("--by sums all entries up: leave the other options out")
-        return namespaces(context, as_json)
     options: Options = context.obj
     if namespace is not None:
         namespace = names.whole_namespace(options, namespace)
