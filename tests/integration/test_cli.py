@@ -788,7 +788,10 @@ def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
     assert told["per_second"]["hits"] == 0
     assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]
     assert [entry["key"]["mm_hash"] for entry in told["hottest"]] == ["small"]
-    assert "of encodes saved" in cli(daemon, "top", "--once", "--interval", "200ms").stdout
+    shown = cli(daemon, "top", "--once", "--interval", "200ms").stdout
+    assert "of encodes saved" in shown
+    titles = ["hottest", "biggest", "namespaces"]
+    assert [line for line in shown.splitlines() if line in titles] == titles
 
 
 def test_top_prints_a_line_a_look_for_programs(daemon: Daemon) -> None:

@@ -69,6 +69,18 @@ def test_top_fits_80_columns(clock: Clock) -> None:
     assert "Qwen/Qwen2.5-VL-7B-Inst..1a2b" in row
 
 
+def test_top_in_a_pipe_is_plain_and_shows_one_list_below_the_other(clock: Clock) -> None:
+    watched = top(3)
+    watched.sample()
+    clock.at_s += 1.0
+    shown = lines(400, watched.frame(None))
+    assert "512 GiB of 1 TiB (50%)" in shown[1]
+    assert all(text.isascii() for text in shown), "no bars"
+    assert [text for text in shown if text in ("hottest", "biggest")] == ["hottest", "biggest"]
+    assert max(map(len, shown)) <= 100, "no list beside another"
+    assert shown[shown.index("biggest") - 1] == ""
+
+
 def test_top_shows_times_of_now_from_a_list_of_before(clock: Clock) -> None:
     watched = top(FEW + 1)
     assert watched.as_json()["hottest"][0]["idle_s"] == 1.5

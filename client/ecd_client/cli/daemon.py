@@ -148,7 +148,7 @@ def top(
     if once or not out.is_terminal:
         shown.sample()
         clock.sleep(interval_s)
-        tables.show(out, shown.frame(out.width))
+        tables.show(out, shown.frame(out.width if out.is_terminal else None))
         if shown.is_cut:
             errors.print(CUT)
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -116,17 +117,25 @@ class Top:
             "hottest": [plain(entry) for entry in self.hottest()],
         }
 
-    def frame(self, width: int = 120) -> RenderableType:
-        """The table for people, for a terminal of so many columns."""
-        chars = max(12, min(render.MODEL_CHARS, width - NAMESPACE_LESS))
+    def frame(self, width: int | None = 120) -> RenderableType:
+        """The tables for people: on a terminal of `width` columns, or plain, without one.
+
+        On a terminal the lists stand side by side where they fit.
+        """
+        chars = max(12, min(render.MODEL_CHARS, (width or tables.PIPE_WIDTH) - NAMESPACE_LESS))
         status, peers, rates = self.sample()
-        shown: list[RenderableType] = [_head(status, rates), *_trouble(status, peers)]
+        head = _head(status, rates, has_bars=width is not None)
+        shown: list[RenderableType] = [head, *_trouble(status, peers), ""]
         lists = [
             _entries("hottest", self.hottest(), chars),
             _entries("biggest", self.biggest(), chars),
             _namespaces(status, self.rows),
         ]
-        shown += ["", Columns([table for table in lists if table.row_count], padding=(0, 4, 1, 0))]
+        listed = [table for table in lists if table.row_count]
+        if width is None:
+            shown += [Padding(table, (0, 0, 1, 0)) for table in listed]
+        else:
+            shown.append(Columns(listed, padding=(0, 4, 1, 0)))
         if asked := [peer for peer in peers.peers if peer.state != NEVER_ASKED]:
             shown += [render.peers_table(asked), *render.peers_errors(asked)]
         return Group(*shown)
@@ -153,7 +162,7 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
     )
 
 
-def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
+def _head(status: pb.StatusReply, rates: Rates | None, has_bars: bool) -> Table:
     table = tables.unframed()
     table.add_column(style="bold")
     state = plain(status)["state"]
@@ -168,12 +177,13 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
         more = f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
         if pool.worth_s:
             more += f", worth {duration_text(pool.worth_s)} of encoding"
-        used = _used(pool.used_bytes, pool.pool_bytes, "")
+        used = _used(pool.used_bytes, pool.pool_bytes, has_bars)
         table.add_row(escape(f"{names[pool.pool]} pool"), used)
         table.add_row("", more)
     if status.HasField("disk"):
         disk, of = status.disk, count_text(status.disk.entries, "entry")
-        table.add_row("disk tier", _used(disk.used_bytes, disk.pool_bytes, f", {of}"))
+        used = _used(disk.used_bytes, disk.pool_bytes, has_bars, f", {of}")
+        table.add_row("disk tier", used)
     held = ((status.sessions, "session"), (status.leases, "lease"), (status.waits, "wait"))
     table.add_row(
         "now", ", ".join(count_text(*each) for each in ((status.entries, "entry"), *held))
@@ -207,12 +217,15 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     return table
 
 
-def _used(used_bytes: int, pool_bytes: int, more: str) -> Table:
-    """A bar, and in words how much is used."""
+def _used(used_bytes: int, pool_bytes: int, has_bar: bool, more: str = "") -> RenderableType:
+    """The bytes in use in words, behind a bar if it `has_bar`."""
+    share = render.share(used_bytes, pool_bytes)
+    said = f"{size_text(used_bytes)} of {size_text(pool_bytes)} ({share}){more}"
+    if not has_bar:
+        return said
     row = Table.grid(padding=(0, 1))
     bar = ProgressBar(max(1, pool_bytes), used_bytes, BAR_CELLS, complete_style="blue")
-    share = render.share(used_bytes, pool_bytes)
-    row.add_row(bar, f"{size_text(used_bytes)} of {size_text(pool_bytes)} ({share}){more}")
+    row.add_row(bar, said)
     return row
 
 
