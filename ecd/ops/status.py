@@ -92,6 +92,7 @@ class Status:
     def read(self) -> pb.StatusReply:
         cache = self._cache
         named, others = cache.views.namespaces(MAX_NAMESPACES)
+        rules = cache.retention.rules
         return pb.StatusReply(
             incarnation=self._identity.incarnation,
             name=self._identity.name,
@@ -116,8 +117,8 @@ class Status:
             namespaces=[
                 pb.NamespaceStatus(
                     namespace=name,
-                    quota_bytes=cache.retention.rules.quota_bytes(name),
-                    ttl_s=cache.retention.rules.ttl_s(name),
+                    quota_bytes=rules.quota_bytes(name),
+                    ttl_s=rules.ttl_s(name),
                     **total._asdict(),
                 )
                 for name, total in named.items()
@@ -128,7 +129,12 @@ class Status:
             engines=self._streams.engines.statuses(),
             peers=None if self.peers is None else self.peers(),
             traffic=[
-                pb.NamespaceCounters(namespace=name, **vars(counted))
+                pb.NamespaceCounters(
+                    namespace=name,
+                    quota_bytes=rules.quota_bytes(name),
+                    ttl_s=rules.ttl_s(name),
+                    **vars(counted),
+                )
                 for name, counted in cache.counters.namespaces.items()
             ],
             other_traffic=pb.NamespaceCounters(**vars(cache.counters.other_namespaces)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from ecd_client import Client
+from ecd_client import Client, EntryTooLarge
 from support.cli import as_json, cli
 from support.daemon import Daemon
 
@@ -63,4 +65,26 @@ def test_namespaces_says_whose_rules_it_does_not_know(daemon: Daemon) -> None:
             client.put_bytes("k", b"x", "uint8", (1,), namespace=f"more-{number}")
     done = cli(daemon, "namespaces")
     assert len(done.stdout.splitlines()) == 1 + 62
-    assert done.stderr == "Quotas and TTLs are those of the 50 largest namespaces alone.\n"
+    some = "the 50 largest namespaces and of those with lookups"
+    assert done.stderr == f"Quotas and TTLs are shown of {some}.\n"
+
+
+def test_namespaces_shows_those_that_have_counters_and_no_entries(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon(ECD_NAMESPACE_QUOTAS="small=8KiB", ECD_NAMESPACE_TTLS="small=1h").start()
+    done = cli(daemon, "namespaces")
+    assert (done.stdout, done.stderr) == ("", "No entries.\n")
+    with Client(daemon.address, namespace="small") as client:
+        client.put_bytes("k", b"x", "uint8", (1,), namespace="full")
+        assert client.get("none") is None
+        with pytest.raises(EntryTooLarge):
+            client.put_bytes("k", bytes(9000), "uint8", (9000,))
+    daemon.wait_idle()
+    full, small = as_json(daemon, "namespaces")
+    assert (full["namespace"], full["entries"]) == ("full", 1)
+    assert (small["namespace"], small["entries"], small["newest_s"]) == ("small", 0, None)
+    assert (small["misses"], small["refused"]) == (1, 1)
+    assert (small["quota_bytes"], small["ttl_s"]) == (8192, 3600)
+    _, _, row = cli(daemon, "namespaces").stdout.splitlines()
+    assert row.split() == ["small", "0", "0", "bytes", *"01", "0", "s", "8", "KiB", "1", "h"]

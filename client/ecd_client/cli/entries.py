@@ -123,7 +123,7 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     """Show each namespace's entries: how many, how large, when the last was stored.
 
     Also lookups since the daemon's start, and the seconds of encoding saved, of the first 50 that
-    had any. Quotas and TTLs are those of the 50 largest.
+    had any, even if they have no entries. Quotas and TTLs are those of these and of the 50 largest.
     """
     options: Options = context.obj
     found: dict[str, render_entries.NamespaceSum] = {}
@@ -133,13 +133,11 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
             if number % 10_000 == 0:
                 progress.update(f"reading every entry: {number:,} so far ...")
     status = options.call("Status", pb.StatusRequest())
-    for told in status.namespaces:
-        if total := found.get(told.namespace):
-            total.quota_bytes = told.quota_bytes if told.HasField("quota_bytes") else None
-            total.ttl_s = told.ttl_s if told.HasField("ttl_s") else None
     for counted in status.traffic:
-        if total := found.get(counted.namespace):
-            total.note(counted)
+        found.setdefault(counted.namespace, render_entries.NamespaceSum()).count(counted)
+    for ruled in status.namespaces:  # an older daemon names the rules only here
+        if total := found.get(ruled.namespace):
+            total.rule(ruled)
     if as_json or options.as_json:
         render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
         return
@@ -147,8 +145,8 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     if not found:
         errors.print("No entries.")
     elif status.other_namespaces.entries:
-        largest = len(status.namespaces)
-        errors.print(f"Quotas and TTLs are those of the {largest} largest namespaces alone.")
+        largest = f"the {len(status.namespaces)} largest namespaces"
+        errors.print(f"Quotas and TTLs are shown of {largest} and of those with lookups.")
 
 
 def get(

@@ -77,7 +77,7 @@ class NamespaceSum:
 
     entries: int = 0
     nbytes: int = 0
-    newest_s: float = inf  # age of the entry that was stored last
+    newest_s: float | None = None  # age of the entry that was stored last
     quota_bytes: int | None = None
     ttl_s: float | None = None
     reused: int | None = None
@@ -87,8 +87,14 @@ class NamespaceSum:
     evictions: int | None = None
     refused: int | None = None
 
-    def note(self, counted: pb.NamespaceCounters) -> None:
-        """Fill in what was looked up since the daemon's start."""
+    def rule(self, ruled: pb.NamespaceStatus | pb.NamespaceCounters) -> None:
+        """Fill in the namespace's quota and TTL."""
+        self.quota_bytes = ruled.quota_bytes if ruled.HasField("quota_bytes") else None
+        self.ttl_s = ruled.ttl_s if ruled.HasField("ttl_s") else None
+
+    def count(self, counted: pb.NamespaceCounters) -> None:
+        """Fill in the lookups since the daemon's start, and the rules."""
+        self.rule(counted)
         self.reused, self.handed_over = round(counted.reused), round(counted.handed_over)
         self.misses, self.saved_s = counted.misses, counted.saved_s
         self.evictions, self.refused = counted.evictions, counted.refused
@@ -96,7 +102,7 @@ class NamespaceSum:
     def add(self, entry: pb.EntryInfo) -> None:
         self.entries += 1
         self.nbytes += entry.content.nbytes
-        self.newest_s = min(self.newest_s, entry.age_s)
+        self.newest_s = min(inf if self.newest_s is None else self.newest_s, entry.age_s)
 
 
 def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
@@ -111,7 +117,7 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
     for name in ["quota"] * quotas + ["TTL"] * ttls:
         table.add_column(name)
     for name, total in found.items():
-        newest = f"{duration_text(total.newest_s)} ago"
+        newest = "" if total.newest_s is None else f"{duration_text(total.newest_s)} ago"
         more = [
             *("" if each is None else f"{each:,}" for each in (total.reused, total.misses)),
             "" if total.saved_s is None else duration_text(total.saved_s),

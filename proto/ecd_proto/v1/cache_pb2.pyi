@@ -2549,6 +2549,8 @@ class NamespaceCounters(google.protobuf.message.Message):
     EVICTIONS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     reused: builtins.float
     handed_over: builtins.float
@@ -2557,6 +2559,8 @@ class NamespaceCounters(google.protobuf.message.Message):
     refused: builtins.int
     """puts: too large, or no room for them"""
     saved_s: builtins.float
+    quota_bytes: builtins.int
+    ttl_s: builtins.float
     def __init__(
         self,
         *,
@@ -2567,8 +2571,15 @@ class NamespaceCounters(google.protobuf.message.Message):
         evictions: builtins.int = ...,
         refused: builtins.int = ...,
         saved_s: builtins.float = ...,
+        quota_bytes: builtins.int | None = ...,
+        ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "handed_over", b"handed_over", "misses", b"misses", "namespace", b"namespace", "refused", b"refused", "reused", b"reused", "saved_s", b"saved_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "evictions", b"evictions", "handed_over", b"handed_over", "misses", b"misses", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "refused", b"refused", "reused", b"reused", "saved_s", b"saved_s", "ttl_s", b"ttl_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_quota_bytes", b"_quota_bytes"]) -> typing.Literal["quota_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___NamespaceCounters = NamespaceCounters
 
