@@ -96,10 +96,11 @@ a put that the daemon has not listed yet, are `reused`, without seconds. Misses 
 whose daemon is away are counted by the engine alone.
 
 By namespace, gauges have a label for each of the 50 largest, and counters for each of the first
-50 that had events; all others are `other` together. A miss without a call, in a namespace that has
-had no entry yet, counts for the namespace that its client named when it connected. So do a
-client's misses before its last 256 between two looks. What the next daemon counts of the last
-one's reads is `other`'s.
+50 that had events; all others are `other` together. Once 50 have one, namespaces without entries,
+and without events for an hour, lose it to new ones; one that comes back counts from 0. A miss
+without a call, in a namespace that has had no entry yet, counts for the namespace that its client
+named when it connected. So do a client's misses before its last 256 between two looks. What the
+next daemon counts of the last one's reads is `other`'s.
 
 """
 DEPLOY = DOCS.parent / "deploy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
@@ -37,14 +38,16 @@ As in `ecd_proto.contract`, like the next.
 """
 SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
 """Upper ends of the classes into which entries fall by their size."""
-PARTS = ("namespaces", "other_namespaces", "bench")
-"""Fields of `Counters` that are counters of a part each."""
+PARTS = ("namespaces", "other_namespaces", "unnamed", "seen", "seen_s", "bench")
+"""Fields of `Counters` that are no counters of all events."""
 BENCH = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin (`ecd_proto.contract.BENCH_NAMESPACE`)."""
 
 
 COUNTED_NAMESPACES = 50
 """Namespaces that are counted by name, the first to have events: each is a set of time series."""
+SILENT_S = 3600.0
+"""Time without events after which a namespace without entries may lose its name to another one."""
 
 
 @dataclass
@@ -60,6 +63,15 @@ class NamespaceCounters:
     evictions: int = 0
     refused: int = 0  # puts: too large, or no room for them
     saved_s: float = 0.0
+
+    @property
+    def events(self) -> float:
+        """Its events, which only grow."""
+        return self.reused + self.handed_over + self.misses + self.evictions + self.refused
+
+    def add(self, other: NamespaceCounters) -> None:
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass
@@ -98,6 +110,11 @@ class Counters:
     namespaces: dict[str, NamespaceCounters] = field(default_factory=dict, repr=False)
     """The first COUNTED_NAMESPACES that had events."""
     other_namespaces: NamespaceCounters = field(default_factory=NamespaceCounters, repr=False)
+    unnamed: NamespaceCounters = field(default_factory=NamespaceCounters, repr=False)
+    """The counts of namespaces that have lost their names, which no status or metric shows."""
+    seen: dict[str, float] = field(default_factory=dict, repr=False)
+    """The events of each counted namespace at `seen_s`."""
+    seen_s: float = field(default=0.0, repr=False)
     bench: Counters | None = field(default=None, repr=False)
 
     def of(self, namespace: str) -> Counters:
@@ -113,6 +130,21 @@ class Counters:
         if not is_counted or (self.bench and name.startswith(BENCH)):
             return self.other_namespaces
         return self.namespaces.setdefault(name, NamespaceCounters())
+
+    def drop_silent(self, now_s: float, has_entries: Callable[[str], bool]) -> None:
+        """If all names are in use, drop those of silent namespaces without entries.
+
+        Looks once in SILENT_S, for namespaces without an event since the last look. One that comes
+        back counts from 0, which a time series takes for a restart. Its counts do not move to
+        `other_namespaces`, where they would be new events.
+        """
+        if now_s - self.seen_s < SILENT_S:
+            return
+        if len(self.namespaces) == COUNTED_NAMESPACES:
+            for name, part in list(self.namespaces.items()):
+                if part.events == self.seen.get(name) and not has_entries(name):
+                    self.unnamed.add(self.namespaces.pop(name))
+        self.seen, self.seen_s = {name: of.events for name, of in self.namespaces.items()}, now_s
 
     def put(self, nbytes: int) -> None:
         """Count an entry that was stored."""
@@ -180,7 +212,7 @@ class Counters:
         assert for_room == sum(self.idle_evictions)
         assert self.idle_evictions_s >= 0.0
         assert sum(self.put_sizes) == self.puts
-        each = (*self.namespaces.values(), self.other_namespaces)
+        each = (*self.namespaces.values(), self.other_namespaces, self.unnamed)
         assert sum(part.evictions for part in each) == sum(self.evictions.values())
         assert sum(part.misses for part in each) == self.misses
         assert sum(part.refused for part in each) == sum(self.refused[cause] for cause in NO_ROOM)

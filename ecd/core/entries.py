@@ -183,6 +183,10 @@ class Entries:
             entries, nbytes = entries - each.entries, nbytes - each.nbytes
         return largest, NamespaceSum(entries, nbytes)
 
+    def are_in(self, namespace: str) -> bool:
+        """Whether the namespace has entries."""
+        return namespace in self._sums
+
     @property
     def being_written(self) -> int:
         """How many keys have an open reservation, those of replicas apart."""

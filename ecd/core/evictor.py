@@ -90,6 +90,7 @@ class Evictor:
     def scan(self, now_s: float) -> bool:
         """Drain the uses, then take one step of a scan of the pins."""
         self.drain_uses(now_s)
+        self._counters.drop_silent(now_s, self._entries.are_in)
         return self._pins.step()
 
     def make_room(self, pool: Pool, nbytes: int, now_s: float) -> Block | None:

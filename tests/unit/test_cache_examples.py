@@ -3,6 +3,7 @@
 import pytest
 
 from ecd.core.cache import Cache
+from ecd.core.counters import COUNTED_NAMESPACES, SILENT_S
 from ecd.core.model.board import NoBoard, Uses
 from ecd.core.model.outcomes import (
     AlreadyStored,
@@ -128,6 +129,30 @@ def test_reads_of_a_burst_are_counted_as_those_that_are_known() -> None:
     board.uses = Uses(hits=33, by_client=clients)
     cache.evictor.drain_uses(3.0)
     assert (counted["a"].reused, counted["b"].reused) == (40.0, 8.0), "each client's for itself"
+    cache.check()
+
+
+def test_silent_namespaces_without_entries_give_their_names_to_others(
+    cache: Cache, client: SessionId
+) -> None:
+    counters, now_s = cache.counters, 0.0
+    store(cache, client, KEY, pages=1)
+    for name in ("model", *(f"typo-{number}" for number in range(1, COUNTED_NAMESPACES))):
+        now_s += SILENT_S
+        cache.evictor.scan(now_s)
+        counters.miss(name)
+    assert len(counters.namespaces) == COUNTED_NAMESPACES, "nothing is dropped before"
+    counters.miss("late")
+    counters.miss("typo-7")
+    cache.evictor.scan(now_s + SILENT_S - 1)
+    assert len(counters.namespaces) == COUNTED_NAMESPACES
+    cache.evictor.scan(now_s + SILENT_S)
+    assert list(counters.namespaces) == ["model", "typo-7", "typo-49"], "an entry, two events"
+    for name in ("late", "typo-3"):
+        counters.miss(name)
+    counted = {name: part.misses for name, part in counters.namespaces.items()}
+    assert counted == {"model": 1, "typo-7": 2, "typo-49": 1, "late": 1, "typo-3": 1}
+    assert counters.other_namespaces.misses == 1, "the counts of others are no events of it"
     cache.check()
 
 

@@ -1753,7 +1753,7 @@ class StatusReply(google.protobuf.message.Message):
 
     @property
     def traffic(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceCounters]:
-        """of the first 50 namespaces that had any"""
+        """of the first 50 namespaces that had any, and have had lately"""
 
     @property
     def other_traffic(self) -> global___NamespaceCounters:
