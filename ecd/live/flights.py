@@ -35,20 +35,20 @@ class Outcome(str, Enum):
 
     FETCHED = "fetched"
     MISSING = "missing"
-    LOCAL = "written here"
-    READ = "read from disk"
+    LOCAL = "written_here"
+    READ = "read_from_disk"
     UNREACHABLE = "unreachable"
-    FAILED = "read failed"
+    FAILED = "read_failed"
     CORRUPT = "corrupt"
     STALE = "stale"
-    NO_ROOM = "no room"
+    NO_ROOM = "no_room"
     LATE = "late"
-    REFUSED = "too many"
+    REFUSED = "too_many"
     ERROR = "error"
-    MADE = "made here"
-    SLOWER = "slower than encoding"
+    MADE = "made_here"
+    SLOWER = "slower_than_encoding"
     FULL = "full"
-    SILENT = "directory silent"
+    SILENT = "directory_silent"
 
     @property
     def is_final(self) -> bool:

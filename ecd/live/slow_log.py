@@ -27,7 +27,7 @@ MAX_SLOW = 128
 FETCH_FACTOR = 10.0
 """The threshold of a fetch from another node, as a multiple of that of a call."""
 MAX_UINT64 = (1 << 64) - 1
-DISK_READ, FETCH = "disk read", "fetch"
+DISK_READ, FETCH = "disk_read", "fetch"
 
 _stages: ContextVar[dict[str, float] | None] = ContextVar("stages", default=None)
 
@@ -131,7 +131,7 @@ class SlowLog:
         if more is not None:
             logger.info(
                 "slow: %s of %s took %.2f s (%s): see `ecd-cli slow`%s",
-                event.kind,
+                event.kind.replace("_", " "),
                 size_text(event.nbytes),
                 event.seconds,
                 ", ".join(f"{stage} {spent:.2f} s" for stage, spent in event.stages.items()) or "-",

@@ -243,7 +243,7 @@ def test_more_requests_than_a_peers_queue_holds(peers: Pair) -> None:
     assert not waiting
     put(here, "after", MIB, 5)
     assert got(there, "after", here.node) == content(MIB, 5), "the queue still works"
-    assert peers.counted["late"] == peers.counted["read failed"] == 0
+    assert peers.counted["late"] == peers.counted["read_failed"] == 0
 
 
 # -- on a slow cable -------------------------------------------------------------------------------

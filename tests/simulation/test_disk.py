@@ -161,9 +161,9 @@ def test_a_slow_read_is_in_the_slow_log_with_what_it_waited_for() -> None:
         [number, *_], engine = await fill(run), Engine(run, 0)
         slow(run, 0.2)
         assert await engine.ask(number) == ("leased", pytest.approx(0.2, abs=MOMENT_S))
-        [event] = await slow_events(engine, "disk read")
+        [event] = await slow_events(engine, "disk_read")
         said = event.mm_hash, event.nbytes, event.outcome
-        assert said == (key_of(number).mm_hash, SIZES[number], "read from disk")
+        assert said == (key_of(number).mm_hash, SIZES[number], "read_from_disk")
         assert event.stages["disk"] == pytest.approx(0.2, abs=MOMENT_S)
         assert event.seconds == pytest.approx(0.2, abs=MOMENT_S)
 

@@ -51,7 +51,7 @@ def test_no_room_is_a_miss() -> None:
         outcome, took_s = await Engine(run, 1).ask(OTHER, hints=hints)
         assert outcome == "missing"
         assert took_s < MOMENT_S
-        assert outcomes(run, 1) == {"no room": 1}
+        assert outcomes(run, 1) == {"no_room": 1}
         await holding
         assert (await Engine(run, 1).ask(OTHER, hints=hints)).outcome == "leased"
 

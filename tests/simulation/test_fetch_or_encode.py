@@ -57,7 +57,7 @@ def test_an_engine_that_encodes_sooner_is_told_so_at_once_and_others_are_served(
         assert (await asker.ask(SMALL, 0.0)).outcome == "leased", "small ones are always fetched"
         served = await asker.ask(LARGE, None)
         assert served == ("leased", pytest.approx(READ_S, abs=AT_ONCE_S))
-        assert asker.outcomes == {"fetched": 3, "slower than encoding": 2}
+        assert asker.outcomes == {"fetched": 3, "slower_than_encoding": 2}
 
     play_slowly(act)
 

@@ -57,7 +57,7 @@ def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_sl
         asker.context.run(flights.want, key_of(LARGE), hints, maker)
         await asyncio.sleep(0.2)
         outcomes = +flights.outcomes
-        assert outcomes == {"fetched": 1, "slower than encoding": 1}
+        assert outcomes == {"fetched": 1, "slower_than_encoding": 1}
         asker.live.close_session(session)
 
     play(4, act, links=1)
@@ -73,7 +73,7 @@ def test_an_engine_encodes_what_only_a_full_node_has() -> None:
         hints = [Hint(run.places[0].node)]
         asker.context.run(asker.flights.want, key_of(LARGE), hints, Maker(session, 0.0))
         await asyncio.sleep(0.2)
-        assert +asker.flights.outcomes == {"made here": 1}
+        assert +asker.flights.outcomes == {"made_here": 1}
         asker.live.close_session(session)
 
     play(3, act, links=1)

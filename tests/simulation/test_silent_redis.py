@@ -68,7 +68,7 @@ def test_who_goes_on_without_does_not_wait(after_s: float | None, makes_s: float
 def test_nobody_waits_for_a_redis_that_is_away_for_long() -> None:
     async def act(run: Run) -> None:
         run.redis.is_down = True
-        for outcome in ("directory silent", "missing", "missing"):
+        for outcome in ("directory_silent", "missing", "missing"):
             before = outcomes(run).get(outcome, 0)
             assert await wait(run) == "missing"
             assert outcomes(run)[outcome] == before + 1
@@ -119,7 +119,7 @@ def test_what_a_client_here_has_stored_meanwhile_is_written_here() -> None:
         await store(run, 1, LARGE)
         assert await waiting == "leased"
         await asyncio.sleep(5.0)
-        assert outcomes(run) == {"written here": 1}
+        assert outcomes(run) == {"written_here": 1}
 
     play(2, act)
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from ecd.core import counters
+from ecd.core.pool.pool import REASONS
+from ecd.live.flights import Outcome
+from ecd.live.slow_log import DISK_READ, FETCH
+from ecd.memory.disk.disk_limits import FAILURE_KINDS, SKIP_CAUSES
 from ecd_proto import contract
 from ecd_proto.plain import plain, status_document
 from ecd_proto.v1 import cache_pb2 as pb
@@ -30,6 +38,17 @@ def test_a_status_has_a_name_an_address_and_bounds() -> None:
     for name, bounds in (("put_sizes", "bytes"), ("idle_evictions", "s")):
         of = said["counters"]
         assert len(of[name]) == len(of[f"{name}_bounds_{bounds}"]) + 1, "the last is without one"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([each.value for each in Outcome], [DISK_READ, FETCH], counters.CAUSES),
+        *(REASONS, FAILURE_KINDS, SKIP_CAUSES),
+    ],
+)
+def test_names_by_which_events_are_counted_have_no_blanks(names: list[str]) -> None:
+    assert all(re.fullmatch("[a-z]+(_[a-z]+)*", name) for name in names), names
 
 
 def test_the_bounds_are_those_by_which_the_core_counts() -> None:

@@ -98,6 +98,12 @@ def test_status_says_in_words_what_was_refused_and_that_nobody_has_looked() -> N
     assert "no lookups yet" in said
 
 
+def test_peers_says_in_words_how_fetches_ended() -> None:
+    out = Console(file=StringIO(), width=300)
+    render.peers(out, pb.PeersReply(node="a:1", fetches={"read_from_disk": 2, "fetched": 1}))
+    assert "1 fetched, 2 read from disk; 0 under way" in out.file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

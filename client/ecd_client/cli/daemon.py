@@ -218,13 +218,13 @@ def _slow_table(reply: pb.SlowReply) -> Table:
         more = f" +{event.keys - 1:,}" if event.keys > 1 else ""
         table.add_row(
             f"{clock.local(event.unix_s):%m-%d %H:%M:%S}",
-            escape(event.kind),
+            escape(render.words(event.kind)),
             f"{event.seconds:.3f} s",
             escape(", ".join(f"{stage} {s:.3f} s" for stage, s in spent if s >= 0.0005)),
             escape(render.short(event.mm_hash) + more),
             escape(render.short_namespace(event.namespace)),
             size_text(event.nbytes) if event.nbytes else "",
             escape(event.peer),
-            escape(event.outcome),
+            escape(render.words(event.outcome)),
         )
     return table

@@ -333,5 +333,10 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
+def words(name: str) -> str:
+    """A name in snake_case for people."""
+    return name.replace("_", " ")
+
+
 def _counts(counts: Any) -> str:
-    return ", ".join(f"{n:,} {name}" for name, n in sorted(counts.items()) if n) or "none"
+    return ", ".join(f"{n:,} {words(name)}" for name, n in sorted(counts.items()) if n) or "none"

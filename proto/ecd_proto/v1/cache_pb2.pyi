@@ -1912,7 +1912,7 @@ class SlowEvent(google.protobuf.message.Message):
     unix_s: builtins.float
     """when it began"""
     kind: builtins.str
-    """the call's name, "Put", "fetch" or "disk read" """
+    """the call's name, "Put", "fetch" or "disk_read" """
     seconds: builtins.float
     namespace: builtins.str
     """of the first key"""
