@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -175,6 +176,16 @@ def test_search_is_in_view_and_finds_a_page(
     button.click()
     field.fill("glossary")
     expect(page.locator(".md-search-result__item").first).to_contain_text("Glossary")
+
+
+def test_search_finds_pages_for_developers_last(site: Path) -> None:
+    boosts: dict[str, set[float]] = {}
+    for each in json.loads((site / "search/search_index.json").read_text())["docs"]:
+        boosts.setdefault(each["location"].partition("/")[0], set()).add(each.get("boost", 1))
+    last = {name for name, found in boosts.items() if max(found) < 1}
+    _, _, developers = (ROOT / "mkdocs.yml").read_text().partition("  - Design:\n")
+    assert last == set(re.findall(r": ([a-z-]+)\.md\n", developers))
+    assert all(len(found) == 1 for found in boosts.values())
 
 
 def test_code_can_be_copied(address: str, open_page: Callable[..., Page]) -> None:
