@@ -839,17 +839,31 @@ def test_top_outlives_the_daemon(own_daemon: Daemon) -> None:
         terminal.rest()
 
 
-def test_a_shell_can_be_told_to_complete() -> None:
-    command = Path(sys.executable).with_name("ecd-cli")
+def completed(address: str, *words: str) -> list[str]:
+    """What a shell offers for the last word."""
     done = run(
-        [command],
+        [Path(sys.executable).with_name("ecd-cli")],
         env={
-            "PATH": os.environ["PATH"],
+            **os.environ,
+            "ECD_ADDRESS": address,
             "_ECD_CLI_COMPLETE": "complete_bash",
-            "COMP_WORDS": "ecd-cli do",
-            "COMP_CWORD": "1",
+            "COMP_WORDS": shlex.join(["ecd-cli", *words]),
+            "COMP_CWORD": str(len(words)),
         },
         capture_output=True,
         text=True,
     )
-    assert "doctor" in done.stdout.split()
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_can_be_told_to_complete(daemon: Daemon) -> None:
+    assert "doctor" in completed("unix:///nowhere", "do")
+    with Client(daemon.address) as client:
+        for name in ("complete-a", "complete-b|x", "complete/a-model-of-24-letters|main 1a2b"):
+            client.put("k", torch.ones(3), namespace=name)
+        expected = ["complete-a", "complete/a-model-of-24-letters..1a2b"]
+        for words in (["ls", "-n"], ["evict", "--namespace"]):
+            assert completed(daemon.address, *words, "complete") == expected
+        assert completed(daemon.address, "ls", "-n", "complete/") == expected[1:]
+    assert completed("unix:///nowhere", "ls", "-n", "complete") == []

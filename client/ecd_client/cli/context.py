@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from ecd_client.cli import render
 from ecd_client.errors import EcdError
-from ecd_client.session.channel import call, open_channel
+from ecd_client.session.channel import call, open_channel, resolve
 from ecd_proto import tables
 from ecd_proto.contract import seconds_of
 from ecd_proto.v1 import cache_pb2 as pb
@@ -28,10 +29,33 @@ OTHER_NAMESPACES = (
 out = tables.console()
 errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
+COMPLETION_S = 0.5
+"""How long a shell waits for the daemon to complete a word."""
+
+
+def known_namespaces(context: typer.Context, incomplete: str) -> list[str]:
+    """Namespaces for a shell to complete, as tables show them: whole ones have bars and blanks."""
+    try:
+        address = resolve(context.find_root().params.get("address"))
+        stub = pb_grpc.CacheStub(open_channel(address))
+        status = call(stub.Status, pb.StatusRequest(), address, COMPLETION_S)
+    except EcdError:
+        return []
+    known = {each.namespace for each in status.namespaces}
+    known |= {each.namespace for each in status.traffic}
+    shown = {render.short_namespace(name) for name in known}
+    names = (name for name in shown if name.startswith(incomplete) and name == shlex.quote(name))
+    return sorted(names)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", help="The key's namespace, whole or as tables show it."),
+    typer.Option(
+        *("--namespace", "-n"),
+        help="The key's namespace, whole or as tables show it.",
+        autocompletion=known_namespaces,
+    ),
 ]
 MmHash = Annotated[
     str,

@@ -27,6 +27,7 @@ from ecd_client.cli.context import (
     confirm,
     errors,
     fail,
+    known_namespaces,
     out,
     seconds,
 )
@@ -279,7 +280,12 @@ def evict(
         ),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Only entries of this namespace.")
+        str | None,
+        typer.Option(
+            *("--namespace", "-n"),
+            help="Only entries of this namespace.",
+            autocompletion=known_namespaces,
+        ),
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only stored at least this long ago: 30s, 10m, 2h, 1d.")
