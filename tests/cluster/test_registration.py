@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +11,11 @@ from ecd_client import Client
 from ecd_proto.engines import Engine
 from support.cli import as_json, cli
 from support.daemon import Daemon
+from support.pages import DOCS, printed
 from support.redis import RedisServer
 from support.waiting import eventually
 
+PAGE = DOCS / "vllm-middleware.md"
 NODES = "127.0.77.101:9465", "127.0.77.102:9465"
 
 
@@ -45,3 +48,26 @@ def test_an_encoder_of_another_node_is_known_until_its_node_dies(
     eventually(lambda: [each.url for each in client.encoders()] == ["http://127.0.77.101:8001"])
     there.kill()
     eventually(lambda: not client.encoders())
+
+
+def in_any_time(lines: list[str]) -> list[list[str]]:
+    """The words, without how long ago an encoder was registered."""
+    return [re.sub(r"[\d.]+ \w+ ago", "N ago", line).split() for line in lines]
+
+
+def test_the_encoders_are_listed_as_the_page_says(
+    make_peer: Callable[..., Daemon], client_of: Callable[..., Client]
+) -> None:
+    here, there = (
+        make_peer(ECD_PEER_ADDRESS=node, ECD_PEERS=",".join(NODES)).start() for node in NODES
+    )
+    for daemon, requests in ((here, 2), (there, 3)):
+        namespace = "Qwen/Qwen2.5-VL-7B-Instruct|main|bfloat16|3f9a"
+        client_of(daemon).describe(Engine("e", "m", namespace, True, False, {}, "image"))
+        client_of(daemon).register("e", "http://0.0.0.0:8000", requests)
+    eventually(lambda: len(as_json(here, "encoders")["encoders"]) == 2)
+    page = "\n".join(printed(PAGE, "encoders"))
+    for shown, node in (("10.0.0.1", NODES[0]), ("10.0.0.2", NODES[1])):
+        page = page.replace(shown, node.partition(":")[0])
+    said = cli(here, "encoders").stdout
+    assert in_any_time(said.splitlines()) == in_any_time(page.splitlines())
