@@ -11,7 +11,7 @@ from ecd_client.session.calls import result_of
 from ecd_client.session.session import Session
 from ecd_client.shared.puts import PUT, Claim, CopyTo, NewEntry, PutState
 from ecd_client.values import to_key
-from ecd_proto.contract import size_text
+from ecd_proto.contract import pool_full, size_text, too_large
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 CLAIMED, MUST_CALL, STORED = PutState.CLAIMED, PutState.MUST_CALL, PutState.STORED
 BEING_WRITTEN = PutState.BEING_WRITTEN  # as looking them up takes longer
-_HOLDERS = "`ecd-cli clients` and `ecd-cli ls --kept` show what holds them"
 
 
 class Put:
@@ -158,30 +157,14 @@ class Put:
                 return BEING_WRITTEN
             case "pool_full":
                 full = outcome.pool_full
-                if full.quota_bytes:
-                    raise PoolFull(
-                        f"{size_text(full.nbytes)} do not fit into the quota of "
-                        f"{entry.namespace!r}, {size_text(full.quota_bytes)}: its entries are "
-                        f"leased, kept or being written ({_HOLDERS}). Try later, end a keep by "
-                        "`ecd-cli unkeep`, or raise ECD_NAMESPACE_QUOTAS"
-                    )
+                held = full.held_bytes, full.largest_free_bytes, full.quota_bytes
                 raise PoolFull(
-                    f"{size_text(full.nbytes)} do not fit: {size_text(full.held_bytes)} are "
-                    f"leased, kept or being written ({_HOLDERS}), the largest free piece has "
-                    f"{size_text(full.largest_free_bytes)}. Try later, end a keep by "
-                    "`ecd-cli unkeep`, or raise ECD_HOST_POOL_BYTES"
+                    f"{size_text(full.nbytes)} do not fit: {pool_full(entry.namespace, *held)}"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large
-                if large.quota_bytes:
-                    raise EntryTooLarge(
-                        f"{size_text(large.nbytes)}, and the quota of {entry.namespace!r} is "
-                        f"{size_text(large.quota_bytes)}: raise ECD_NAMESPACE_QUOTAS"
-                    )
-                raise EntryTooLarge(
-                    f"{size_text(large.nbytes)}, and the whole pool has "
-                    f"{size_text(large.pool_bytes)}: raise ECD_HOST_POOL_BYTES"
-                )
+                why = too_large(entry.namespace, large.pool_bytes, large.quota_bytes)
+                raise EntryTooLarge(f"{size_text(large.nbytes)}, and {why}")
             case _:
                 limit = outcome.limit_reached
                 raise limit_reached(limit.what, limit.limit)

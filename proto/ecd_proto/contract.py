@@ -123,6 +123,27 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f}".removesuffix(".0") + f" {units[0]}"
 
 
+def too_large(namespace: str, pool_bytes: int, quota_bytes: int) -> str:
+    """The bound that an entry exceeds, its namespace's quota if that is not 0, and what to do."""
+    if quota_bytes:
+        quota = f"the quota of '{shown(namespace)}' is {size_text(quota_bytes)}"
+        return f"{quota}: raise ECD_NAMESPACE_QUOTAS"
+    return f"the whole pool has {size_text(pool_bytes)}: raise ECD_HOST_POOL_BYTES"
+
+
+def pool_full(namespace: str, held_bytes: int, largest_free_bytes: int, quota_bytes: int) -> str:
+    """What fills the pool, or its namespace's quota if that is not 0, and what to do."""
+    held, setting = f"{size_text(held_bytes)} are", "ECD_HOST_POOL_BYTES"
+    free = f", the largest free piece has {size_text(largest_free_bytes)}"
+    if quota_bytes:
+        quota = f"the quota of '{shown(namespace)}', {size_text(quota_bytes)}"
+        held, free, setting = f"{quota}, is full of what is", "", "ECD_NAMESPACE_QUOTAS"
+    return (
+        f"{held} leased, kept or being written (`ecd-cli clients` and `ecd-cli ls --kept` show "
+        f"what holds them){free}. Try later, end a keep by `ecd-cli unkeep`, or raise {setting}"
+    )
+
+
 def count_text(count: int, noun: str) -> str:
     """A number of things for people: 1 entry, 2,000 entries."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"

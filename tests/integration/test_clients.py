@@ -247,13 +247,15 @@ def test_refused_puts_are_in_the_log_once_a_minute(make_daemon: Callable[..., Da
         with pytest.raises(EntryTooLarge):
             put(other, "k", 9)
         put(other, "k", 8)
-        with other.get("k"), pytest.raises(PoolFull, match="ecd-cli clients"):
+        with other.get("k"), pytest.raises(PoolFull, match="ecd-cli clients") as of_quota:
             put(other, "l", 5)
         put(client, "k", 36)
-        with client.get("k"), pytest.raises(PoolFull, match="ecd-cli clients"):
+        with client.get("k"), pytest.raises(PoolFull, match="ecd-cli clients") as of_pool:
             put(client, "l", 36)
     _, quota, full, pool = refusals()
-    assert "the quota of its namespace is 8 MiB: raise ECD_NAMESPACE_QUOTAS" in quota
-    assert "its namespace's quota of 8 MiB is full" in full
-    assert "36 MiB are leased, kept or being written, the largest free piece has" in pool
+    assert "the quota of 'small' is 8 MiB: raise ECD_NAMESPACE_QUOTAS" in quota
+    assert "the quota of 'small', 8 MiB, is full of what is leased, kept or being written" in full
+    assert "36 MiB are leased, kept or being written (`ecd-cli clients` and" in pool
     assert "by `ecd-cli unkeep`, or raise ECD_HOST_POOL_BYTES" in pool
+    for line, error in ((full, of_quota), (pool, of_pool)):
+        assert line.endswith(str(error.value).partition(": ")[2]), "the same words"
