@@ -418,8 +418,8 @@ EDITED = {
         "nodes",
         "simulation/test_makers.py",
         Edit(
-            "ecd/cluster/directory/redis_directory.py",
-            'await self.claim(dict.fromkeys(made[start : start + BATCH], ""))',
+            "ecd/cluster/directory/redis_publisher.py",
+            'await self._claim(dict.fromkeys(made[start : start + BATCH], ""))',
             "assert made[start]",
         ),
     ),
@@ -550,7 +550,7 @@ EDITED = {
         "nodes",
         "simulation/test_directory.py",
         Edit(
-            "ecd/cluster/directory/redis_directory.py",
+            "ecd/cluster/directory/redis_health.py",
             "self._silent_until_s = now_s + PAUSE.first_s",
             "self._silent_until_s = now_s",
         ),
@@ -559,8 +559,8 @@ EDITED = {
         "nodes",
         "simulation/test_directory.py",
         Edit(
-            "ecd/cluster/directory/redis_directory.py",
-            "if now_s < until_s or self._is_silent:",
+            "ecd/cluster/directory/redis_lookup.py",
+            "if now_s < until_s or self._health.is_silent:",
             "if now_s < until_s:",
         ),
     ),
@@ -1321,9 +1321,9 @@ EDITED = {
         "vllm-middleware",
         "simulation/test_encoders.py",
         Edit(
-            "ecd/cluster/directory/redis_directory.py",
-            "if self._clock.now_s() < until_s or self._is_silent:\n            return nodes",
-            "if self._is_silent:\n            return ()",
+            "ecd/cluster/directory/redis_lookup.py",
+            "if self._clock.now_s() < until_s or self._health.is_silent:\n            return nodes",
+            "if self._health.is_silent:\n            return ()",
         ),
     ),
     "an engine sends itself pictures": Bug(

@@ -21,7 +21,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.deliveries import Deliveries
-from ecd.cluster.directory import redis_directory
+from ecd.cluster.directory import redis_health, redis_lookup, redis_publisher
 from ecd.cluster.directory.directory import Found, NoDirectory
 from ecd.cluster.directory.redis_directory import RedisDirectory
 from ecd.cluster.directory.redis_rows import NODE_TTL_S, RowNames
@@ -161,19 +161,19 @@ def test_redis_is_killed_and_restarts_empty(
 def test_what_is_made_for_long_is_claimed_again_unless_another_node_makes_it(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(redis_lookup, "LOOKUP_TIMEOUT_S", LONG_S)
     """However many that are."""
-    many = [f"one of many {number}" for number in range(redis_directory.BATCH)]
+    many = [f"one of many {number}" for number in range(redis_publisher.BATCH)]
     lasting = [Key("default", name) for name in ("own", "lost", "another's", *many)]
     names = [RowNames("default").claim(key) for key in lasting]
 
     async def claim() -> None:
         one, other = directory_at(empty_redis.url, "1"), directory_at(empty_redis.url, "2")
-        await other._beat()  # a claim of a node without a record is taken over
+        await other._publisher._beat()  # a claim of a node without a record is taken over
         assert await one.claim({lasting[0]: ""}) == await other.claim({lasting[2]: ""}) == {}
         empty_redis.ask("pexpire", names[0], "600000")
-        one._lasting = lambda _: lasting
-        await one._beat()
+        one._publisher._lasting = lambda _: lasting
+        await one._publisher._beat()
         await one.close()
         await other.close()
 
@@ -229,8 +229,9 @@ def test_rows_that_lead_nowhere_cost_a_miss(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories in this process take a halt of this machine for no silence of Redis."""
+    monkeypatch.setattr(redis_lookup, "LOOKUP_TIMEOUT_S", HANG_S)
     for limit in ("LOOKUP_TIMEOUT_S", "WRITE_TIMEOUT_S"):
-        monkeypatch.setattr(redis_directory, limit, HANG_S)
+        monkeypatch.setattr(redis_publisher, limit, HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -389,8 +390,8 @@ def test_lookups_at_one_time_do_not_hurt_each_other(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup that times out drops its connections; another may be about to use them."""
-    monkeypatch.setattr(redis_directory, "NODE_CACHE_S", 0.0)
-    monkeypatch.setattr(redis_directory, "PAUSE", Backoff(0.0, 0.0))  # Redis is always asked
+    monkeypatch.setattr(redis_lookup, "NODE_CACHE_S", 0.0)
+    monkeypatch.setattr(redis_health, "PAUSE", Backoff(0.0, 0.0))  # Redis is always asked
     names = [f"{number:032x}" for number in range(16)]
     for name in names:
         a_node(empty_redis, name)
@@ -399,7 +400,7 @@ def test_lookups_at_one_time_do_not_hurt_each_other(
     directory = directory_at(empty_redis.url)
 
     async def find(key: str, within_s: float) -> None:
-        redis_directory.LOOKUP_TIMEOUT_S = within_s  # read before the lookup first waits
+        redis_lookup.LOOKUP_TIMEOUT_S = within_s  # read before the lookup first waits
         found = await directory.find([Key("default", key)])
         nodes = [len(candidates) for candidates in (found or {}).values()]
         expected = len(names) if key == "all" else 1

@@ -216,7 +216,7 @@ def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(
     shared_redis.ask("zadd", name, *many, soon, "x" * 1000, "+inf", "forever:9465")
     daemon = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_CLUSTER=tmp_path.name)
     daemon.command = changed(
-        "from ecd.cluster.directory import redis_directory as at; at.NODE_TTL_S = 6000"
+        "from ecd.cluster.directory import redis_publisher as at; at.NODE_TTL_S = 6000"
     )
     daemon.start()
     reply = value_of(lambda: told if (told := daemon.peers()).directory.nodes else None)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from ecd.cluster import deliveries
-from ecd.cluster.directory import redis_directory, redis_rows
+from ecd.cluster.directory import redis_directory, redis_publisher, redis_rows
 from ecd.cluster.peers import link
 from ecd.cluster.transport.identity import IdentityCheck
 from ecd.core.model.types import EntryId
@@ -135,7 +135,7 @@ BUGS = {
         redis_directory.RedisDirectory, "publish", _forgets_to_tell
     ),
     "a lost answer hides that Redis was emptied": Bug(
-        redis_directory.RedisDirectory, "_beat", _beats_blindly, seeds=1000, first=500
+        redis_publisher.RedisPublisher, "_beat", _beats_blindly, seeds=1000, first=500
     ),
     "a dead peer's leases are kept": Bug(InboundLink, "end", _forgets_the_peer, seeds=200),
     "a dead client's reservations are kept": Bug(

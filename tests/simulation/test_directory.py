@@ -7,15 +7,10 @@ import asyncio
 import pytest
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.directory.redis_directory import (
-    BATCH,
-    BEAT_S,
-    LOOKUP_TIMEOUT_S,
-    NODE_CACHE_S,
-    PAUSE,
-    WRITE_TIMEOUT_S,
-    RedisDirectory,
-)
+from ecd.cluster.directory.redis_directory import RedisDirectory
+from ecd.cluster.directory.redis_health import LOOKUP_TIMEOUT_S, PAUSE
+from ecd.cluster.directory.redis_lookup import NODE_CACHE_S
+from ecd.cluster.directory.redis_publisher import BATCH, BEAT_S, WRITE_TIMEOUT_S
 from ecd.cluster.directory.redis_rows import NODE_TTL_S
 from ecd.core.model.types import Key
 from ecd.settings.config import Config

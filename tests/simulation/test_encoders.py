@@ -8,7 +8,8 @@ from ipaddress import IPv4Network
 
 import pytest
 
-from ecd.cluster.directory.redis_directory import BEAT_S, NODE_CACHE_S
+from ecd.cluster.directory.redis_lookup import NODE_CACHE_S
+from ecd.cluster.directory.redis_publisher import BEAT_S
 from ecd.cluster.directory.redis_rows import NODE_TTL_S
 from ecd.cluster.peers.encoders import KNOWN_S
 from ecd.cluster.peers.link import ANSWER_TIMEOUT_S, Link

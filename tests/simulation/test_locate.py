@@ -9,7 +9,7 @@ import pytest
 
 from ecd.base.wire import TOLD_METADATA_BYTES
 from ecd.cluster.cluster import LOCATE_S
-from ecd.cluster.directory.redis_directory import LOOKUP_TIMEOUT_S, PAUSE
+from ecd.cluster.directory.redis_health import LOOKUP_TIMEOUT_S, PAUSE
 from ecd.core.model.types import Key
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.acts import Engine, play, store

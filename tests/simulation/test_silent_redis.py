@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis import ResponseError
 
-from ecd.cluster.directory.redis_directory import LOOKUP_TIMEOUT_S
+from ecd.cluster.directory.redis_health import LOOKUP_TIMEOUT_S
 from ecd.core.model.types import Key
 from ecd_proto.contract import Hint
 from simulation.acts import Engine, has, play, store

@@ -17,8 +17,8 @@ from support.processes import child, run
 from support.waiting import HANG_S, eventually, stopped
 
 PATIENCE = (
-    "from ecd.cluster.directory import redis_directory as at",
-    f"at.LOOKUP_TIMEOUT_S = at.WRITE_TIMEOUT_S = {HANG_S}",
+    "from ecd.cluster.directory import redis_lookup, redis_publisher as at",
+    f"redis_lookup.LOOKUP_TIMEOUT_S = at.LOOKUP_TIMEOUT_S = at.WRITE_TIMEOUT_S = {HANG_S}",
 )
 PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""

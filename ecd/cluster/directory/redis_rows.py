@@ -45,6 +45,8 @@ ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)
 NODE_TTL_S = 15
 ROW_TTL_S = 3600
 MAX_RECORD_BYTES = 1024
+MAX_LISTED = 128
+"""Nodes of the cluster that are shown to operators, whether or not they were asked."""
 INCARNATION = re.compile(rb"[0-9a-f]{32}")
 SOME_OF_ROW = """
 if redis.call('type', KEYS[1]).ok ~= 'hash' then return {} end
