@@ -850,8 +850,8 @@ EDITED = {
         "unit/test_item_names.py",
         Edit(
             "client/ecd_client/vllm/base/names.py",
-            "name.startswith((SALTED, ALONE))",
-            "name.startswith(SALTED)",
+            "name.startswith((SALTED, ALONE, OUTLINE))",
+            "name.startswith((SALTED, OUTLINE))",
         ),
     ),
     "a video is announced without the rate of its frames": Bug(
@@ -1120,8 +1120,8 @@ EDITED = {
         "integration/test_encode_hop.py",
         Edit(
             "client/ecd_client/vllm/middleware/encode_hop.py",
-            "if may_be_together([*(",
-            "if placeholders or may_be_together([*(",
+            "if may_be_together([*found",
+            "if placeholders or may_be_together([*found",
         ),
     ),
     "a request that failed without its media is held against others": Bug(
@@ -1177,6 +1177,43 @@ EDITED = {
             "client/ecd_client/vllm/middleware/requests.py",
             "if self._only_encodes and any(",
             "if self._only_encodes and not any(",
+        ),
+    ),
+    "an outline is taken for an entry with other rows": Bug(
+        "vllm",
+        "e2e/test_reuse_outlines.py::"
+        "test_a_wrong_outline_is_not_taken_or_the_request_is_made_again",
+        Edit(
+            "client/ecd_client/vllm/middleware/requests.py",
+            "(outline.modality, outline.embeddings) != (kind, rows)",
+            "outline.modality != kind",
+        ),
+    ),
+    "outlines stay for requests that bring names alone": Bug(
+        "vllm",
+        "e2e/test_reuse_outlines.py::test_a_picture_that_a_client_has_named_keeps_that_name",
+        Edit(
+            "client/ecd_client/vllm/middleware/outlines.py",
+            "                all_[name].remove(value)\n                if not all_[name]:",
+            "                if not all_[name]:",
+        ),
+    ),
+    "an outline has tokens that its model does not": Bug(
+        "vllm",
+        "unit/test_outlines.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/outline.py",
+            "all(0 <= token < vocabulary for",
+            "all(token is not None for",
+        ),
+    ),
+    "a client may name an item as an outline is": Bug(
+        "vllm",
+        "unit/test_outlines.py",
+        Edit(
+            "client/ecd_client/vllm/base/names.py",
+            "name.startswith((SALTED, ALONE, OUTLINE))",
+            "name.startswith((SALTED, ALONE))",
         ),
     ),
     "ECD_PIN=off pins": Bug(

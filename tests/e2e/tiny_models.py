@@ -80,6 +80,13 @@ def write_weights(model: torch.nn.Module, directory: Path, deviation: float) -> 
     model.to(torch.bfloat16).save_pretrained(directory)
 
 
+def rename(directory: Path, said: str, read: str) -> None:
+    """Mend names of weights: transformers 5 writes some that vLLM does not read."""
+    file = directory / "model.safetensors"
+    named = {name.replace(said, read): tensor for name, tensor in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
+
+
 def preprocessor(kind: str, processor: str, patch: int) -> dict:
     return {
         "image_processor_type": kind,
@@ -213,11 +220,53 @@ def qwen2_audio(directory: Path) -> None:
     )
     config.architectures = ["Qwen2AudioForConditionalGeneration"]
     write_weights(Qwen2AudioForConditionalGeneration(config), directory, 0.08)
-    file = directory / "model.safetensors"  # transformers 5 writes names that it does not read
-    named = {name.replace("model.model", "model"): t for name, t in load_file(file).items()}
-    save_file(named, file, {"format": "pt"})
+    rename(directory, "model.model", "model")
     extractor = WhisperFeatureExtractor(feature_size=128)
     Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(directory)
+
+
+def llava_next(directory: Path) -> None:
+    """Write a model of pictures that has no placeholder metadata."""
+    from transformers import (
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
+        LlavaNextImageProcessor,
+        LlavaNextProcessor,
+    )
+
+    tokenizer = write_tokenizer(directory)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    config = LlavaNextConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "image_size": 28,
+            "patch_size": 14,
+            **layers,
+        },
+        text_config={
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            **layers,
+        },
+        image_grid_pinpoints=pinpoints,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+    )
+    config.architectures = ["LlavaNextForConditionalGeneration"]
+    write_weights(LlavaNextForConditionalGeneration(config), directory, 0.08)
+    rename(directory, "vision_tower", "vision_tower.vision_model")
+    size = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    images = LlavaNextImageProcessor(image_grid_pinpoints=pinpoints, **size)
+    more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    LlavaNextProcessor(
+        images, tokenizer, patch_size=14, image_token="<|image_pad|>", **more
+    ).save_pretrained(directory)
 
 
 def whisper(directory: Path) -> None:
@@ -319,6 +368,7 @@ MODELS = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen2_audio": qwen2_audio,
+    "llava_next": llava_next,
     "whisper": whisper,
     "drafter": drafter,
     "eagle": eagle,

@@ -504,7 +504,7 @@ def test_promises_of_one_request_are_bounded_together(client: Client) -> None:
             names = "abcd"
             most, more = (look(*map(picture, names[:count])) for count in (3, 4))
             for each in (most, more):
-                each.found = [SimpleNamespace(placeholder=known("image", GRID))]
+                each.found = [SimpleNamespace(said=known("image", GRID))]
                 await hop.complete(each, "caller")
             assert [len(each.promised) for each in (most, more)] == [3, 0]
 

@@ -15,7 +15,8 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,6 +29,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.processing import InputProcessingContext
 
 try:
     from vllm.renderers.chat_utils.item_tracker import _get_embeds_data
@@ -39,6 +41,9 @@ from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
 from e2e.prompts import picture
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
+from ecd_client.vllm.middleware.outline import Outline
+from ecd_client.vllm.middleware.outlines import Outlines, outline_of
 from support.waiting import HANG_S, eventually
 
 TOKENS = 3
@@ -109,9 +114,40 @@ def by_kind(items: list[str], values: list[Any]) -> dict[str, list[Any]]:
 # -- one engine ------------------------------------------------------------------------------
 
 
+class Kept(Outlines):
+    """Keeps the outlines of all items, packed, and takes each where an item has a name alone."""
+
+    def __init__(self, metadata: PlaceholderMetadata) -> None:
+        super().__init__(metadata.of_outline)
+        self._metadata = metadata
+        self._packed: dict[str, bytes] = {}
+        self.latest: dict[str, list[str]] = {}
+        """The names of the items that were processed since it was cleared, by kind."""
+
+    @property
+    def are_needed(self) -> bool:
+        return True
+
+    def note(self, name: str, item: Any, updates: Any) -> None:
+        kind = updates[0].modality
+        self.latest.setdefault(kind, []).append(name)
+        metadata, fields = self._metadata, self._metadata.fields_for(kind)
+        if metadata.announces(kind) and "timestamps" not in fields:
+            return  # these do
+        with contextlib.suppress(ValueError):
+            if metadata.can_outline(kind):
+                outline = outline_of(updates, metadata.of_outline(kind, item))
+                if outline is not None:
+                    self._packed[name] = outline.pack()
+
+    def given(self, name: str) -> Outline | None:
+        packed = self._packed.get(name)
+        return None if packed is None else Outline.unpack(packed, 1 << 20)
+
+
 class Engine:
     def __init__(self, tried: Architecture, directory: Path, role: str, address: str) -> None:
-        self._tried, self.forwards = tried, 0
+        self._tried, self.forwards, self.processed = tried, 0, 0
         transfer = None
         if role != "plain":
             transfer = ECTransferConfig(
@@ -152,6 +188,32 @@ class Engine:
             return encode(**items)
 
         model.embed_multimodal = counted
+        call = InputProcessingContext.call_hf_processor
+
+        def called(context: Any, processor: Any, data: Any, *arguments: Any, **named: Any) -> Any:
+            self.processed += any(data.get(key) for key in ("images", "videos", "audio"))
+            return call(context, processor, data, *arguments, **named)
+
+        InputProcessingContext.call_hf_processor = called
+
+    @cached_property
+    def outlines(self) -> Kept:
+        """The outlines of items, which this process's processors give from now on."""
+        outlines = Kept(PlaceholderMetadata(self._llm.model_config))
+        outlines.install()
+        return outlines
+
+    def by_outline(self, items: list[str]) -> dict | None:
+        """The answer to the items that were asked for last, by outlines. None: some have none."""
+        named = self.outlines.latest
+        if not items or not all(map(self.outlines.given, chain(*named.values()))):
+            return None
+        made = self.prompt(items, None)
+        made.pop("mm_processor_kwargs", None)  # which are in names
+        made["multi_modal_uuids"] = named
+        made["multi_modal_data"] = {kind: [None] * len(each) for kind, each in named.items()}
+        before = self.processed
+        return self.ask(items, made=made) | {"processed": self.processed - before}
 
     def prompt(self, items: list[str], names: dict[str, dict] | None) -> dict:
         """A prompt with these items; with names by these, and their metadata, in place of media."""
@@ -176,12 +238,15 @@ class Engine:
             }
         return made
 
-    def ask(self, items: list[str], names: dict[str, dict] | None = None) -> dict:
+    def ask(
+        self, items: list[str], names: dict[str, dict] | None = None, made: dict | None = None
+    ) -> dict:
         """The answer to these items, forgotten before, and the forwards that it took."""
         forget(self._llm)
         self.forwards = 0
         try:
-            answer = self._answer(self.prompt(items, names)) | {"forwards": self.forwards}
+            prompt = self.prompt(items, names) if made is None else made
+            answer = self._answer(prompt) | {"forwards": self.forwards}
             self._await_saves()
             return answer
         except Exception as error:
@@ -267,8 +332,12 @@ def answers(
     engine = Engine(tried, directory, role, address)
     found = {}
     for name, items in rows.items():
+        if role == "ec_both":
+            engine.outlines.latest.clear()
         found[name] = engine.ask(items)
         if role == "ec_both":
+            if outlined := engine.by_outline(items):
+                found[f"{name}, by outline"] = outlined
             found[f"{name}, repeated"] = engine.ask(items)
         if named is not None and (names := names_of(items, named.get(name, {}))):
             found[f"{name}, by metadata"] = engine.ask(items, names)

@@ -16,11 +16,12 @@ those of an engine without ecd, and the consumer's encoder never ran
 ([tests](testing.md#the-suites)).
 
 *By metadata*: media that a proxy may leave out of the consumer's request
-([when](vllm-reference.md#metadata-in-answers)). Others travel to the consumer, which preprocesses
-them, but does not encode them.
+([when](vllm-reference.md#metadata-in-answers)). Others travel to the consumer, which does not
+encode them, and preprocesses them unless its [middleware](vllm-middleware.md#outlines) has found
+them *by outline*.
 
-| family | vLLM's classes | media | by metadata | remarks |
-| --- | --- | --- | --- | --- |
+| family | vLLM's classes | media | by metadata | by outline | remarks |
+| --- | --- | --- | --- | --- | --- |
 """
 NOT_RUN = """
 ## Not run
@@ -61,7 +62,8 @@ def lines() -> Iterator[str]:
         if not each.fails:
             media = ", ".join(each.media)
             by_metadata = ", ".join(each.by_metadata.split()) or "none"
-            row = each.family, media, by_metadata, remarks(each)
+            by_outline = ", ".join(each.by_outline.split()) or "none"
+            row = each.family, media, by_metadata, by_outline, remarks(each)
             alike.setdefault(row, []).append(f"`{each.kind}`")
     for (family, *of_all), kinds in alike.items():
         yield f"| {' | '.join((family, ', '.join(kinds), *of_all))} |\n".replace("  ", " ")

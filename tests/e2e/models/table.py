@@ -80,6 +80,8 @@ class Architecture:
     """Whether `make test` tries it; `make night` tries all."""
     by_metadata: str = ""
     """The media whose metadata the encoder's answer has, so that these do in their place."""
+    by_outline: str = ""
+    """The media whose outlines, which vLLM's server makes, do in their place."""
     most: Mapping[str, int] = field(default_factory=dict)
     """Items that a prompt may have, for media of which vLLM takes fewer than MOST."""
     without: Mapping[str, str] = field(default_factory=dict)

@@ -77,10 +77,11 @@ def test_an_architecture(
     assert not ended, "\n".join(f"{role}: {how}" for role, how in ended.items())
     assert not wrong, wrong
     assert any(answer["forwards"] for answer in found["encoder"].values())
-    told = {row.partition(", ")[0] for row in consumed if row.endswith(", by metadata")}
-    kinds = {MEDIA[item][0] for row in told for item in ROWS[row].split()}
-    declared = set(tried.by_metadata.split())
-    assert kinds == declared or (rows == QUICK and kinds < declared), f"by metadata: {kinds}"
+    for way, answers in ("metadata", consumed), ("outline", found["ec_both"]):
+        told = {row.partition(f", by {way}")[0] for row in answers if row.endswith(f", by {way}")}
+        kinds = {MEDIA[item][0] for row in told for item in ROWS[row].split()}
+        declared = set(getattr(tried, f"by_{way}").split())
+        assert kinds == declared or (rows == QUICK and kinds < declared), f"by {way}: {kinds}"
 
 
 def fault(
@@ -99,8 +100,10 @@ def fault(
         return ""
     if not far(answer, plain[name]) <= tolerance:
         return f"{answer['tokens']} for {plain[name]['tokens']}, {far(answer, plain[name]):.4f} off"
-    must_load = role == "ec_consumer" or way == "repeated"
-    return f"{answer['forwards']} forwards" if must_load and answer["forwards"] else ""
+    must_load = role == "ec_consumer" or way in ("repeated", "by outline")
+    if must_load and answer["forwards"]:
+        return f"{answer['forwards']} forwards"
+    return f"{answer['processed']} calls of the processor" if answer.get("processed") else ""
 
 
 def far(one: dict[str, Any], other: dict[str, Any]) -> float:

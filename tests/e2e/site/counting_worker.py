@@ -7,6 +7,7 @@ waits longer until its puts are seen than a busy machine takes.
 import os
 from pathlib import Path
 
+from vllm.model_executor.models.clip import CLIPVisionModel
 from vllm.model_executor.models.qwen2_5_vl import (
     Qwen2_5_VisionTransformer,
     Qwen2_5_VLForConditionalGeneration,
@@ -16,13 +17,16 @@ from e2e.gates import pass_gate
 from ecd_client.vllm.worker import worker
 from support.waiting import HANG_S
 
-forward = Qwen2_5_VisionTransformer.forward
+TOWERS = Qwen2_5_VisionTransformer, CLIPVisionModel
 step = Qwen2_5_VLForConditionalGeneration.forward
 
 
-def forward_and_say(self, *arguments, **named):
-    print("pictures are encoded", flush=True)
-    return forward(self, *arguments, **named)
+def saying(forward):
+    def forward_and_say(self, *arguments, **named):
+        print("pictures are encoded", flush=True)
+        return forward(self, *arguments, **named)
+
+    return forward_and_say
 
 
 def pass_and_step(self, *arguments, **named):
@@ -30,7 +34,8 @@ def pass_and_step(self, *arguments, **named):
     return step(self, *arguments, **named)
 
 
-Qwen2_5_VisionTransformer.forward = forward_and_say
+for tower in TOWERS:
+    tower.forward = saying(tower.forward)
 if "STEP_GATE" in os.environ:
     Qwen2_5_VLForConditionalGeneration.forward = pass_and_step
 if os.environ.get("CALM"):

@@ -11,6 +11,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.logger import init_logger
 from vllm.multimodal.parse import DictEmbeddingItems
+from vllm.multimodal.processing import BaseMultiModalProcessor
 
 from ecd_client.errors import EcdError
 from ecd_proto.placeholders import may_be_said
@@ -48,6 +49,7 @@ __all__ = [
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "ReceiverCache",
+    "caches_as_vllm",
     "collect_ec_item_metadata",
     "fail_by_itself",
     "media_budgets",
@@ -159,6 +161,16 @@ def _in_lists(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) <= MAX_FIELD_NUMBERS:
         return [_in_lists(each) if isinstance(each, torch.Tensor) else each for each in value]
     return None
+
+
+def caches_as_vllm(processor: type) -> bool:
+    """Whether a class of processors finds items in its cache as vLLM's own does."""
+    methods = "_cached_apply_hf_processor", "_get_cache_missing_items", "_merge_mm_kwargs"
+    return all(
+        hasattr(BaseMultiModalProcessor, method)
+        and getattr(processor, method) is getattr(BaseMultiModalProcessor, method)
+        for method in methods
+    )
 
 
 def media_budgets() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.logger import init_logger
 from ecd_client.vllm.base.compat import (
     CAN_LEAVE_OUT_MEDIA,
     ReceiverCache,
+    caches_as_vllm,
     collect_ec_item_metadata,
     strip_covered_mm_data,
 )
@@ -215,6 +217,32 @@ class PlaceholderMetadata:
         must_stay = strip_covered_mm_data is not None and self._places_by_fields()
         if must_stay and not placeholder.fields.keys() <= stay:
             return None
+        return placeholder
+
+    def can_outline(self, modality: str) -> bool:
+        """Whether an outline of an item (`middleware.outlines`) can take its place.
+
+        Not where positions follow from fields that are no metadata, nor where a model's processor
+        caches items in its own way, as some make another item of a medium that does not come alone.
+        Mistral's tokenizer needs the medium itself.
+        """
+        is_mistral = self._model_config.tokenizer_mode == "mistral"
+        if is_mistral or (self._places_by_fields() and not self.fields_for(modality)):
+            return False
+        try:
+            return caches_as_vllm(type(self._processor))
+        except Exception:  # the model's own code
+            logger.warning("no outlines of %s", modality, exc_info=True)
+            return False
+
+    def of_outline(self, modality: str, data: Any) -> Placeholder | None:
+        """The fields of a processed item that its outline has. Raises ValueError: it has others."""
+        if not self.fields_for(modality):
+            return None
+        feature = SimpleNamespace(identifier="", modality=modality, data=data)
+        placeholder = self.of_item(feature)
+        if placeholder is None or not _is_all_said(feature, placeholder.fields):
+            raise ValueError(f"an item of {modality} has other fields than an outline can have")
         return placeholder
 
     def must_say(self, feature: Any) -> bool:

@@ -4,8 +4,9 @@ vLLM names an item by its content, or by what the client calls it. That is the e
 the engine's own encoder cache, and its mm_hash in ecd. Some items get another one, before they are
 scheduled: an item of a request with a `cache_salt` is named with its salt, as vLLM does with
 prefixes; embeddings that a client brought, and media that are not to be shared, are named as this
-engine's alone. No client can choose a name that another's item gets so: one that begins like that
-is named as this engine's, too. Names in hexadecimal digits stay so, and differ in their last ones:
+engine's alone. The outline of an item, which the middleware stores beside it, has a name of its
+kind, too. No client can choose a name that another's item gets so: one that begins like that is
+named as this engine's, too. Names in hexadecimal digits stay so, and differ in their last ones:
 LMCache takes no others, and looks at four digits.
 """
 
@@ -15,6 +16,7 @@ import hashlib
 from typing import Any
 
 SALTED, ALONE = "5a17ed0ecd", "a10e0ecd0d"
+OUTLINE = "0071140ecd"
 """Beginnings of names; a digest begins like that only by a chance of 1 in 10^12."""
 _GUESSED, _BROUGHT, _PRIVATE = (f"{ALONE}{kind}" for kind in ("00", "b0", "d0"))
 PROMPT = "prompt_embeds"
@@ -28,7 +30,12 @@ def stored_name(name: str, salt: str | None) -> str:
     """The mm_hash in ecd of an item that vLLM, or a client, calls by this name."""
     if salt:
         return _apart(SALTED, name, salt)
-    return _apart(_GUESSED, name) if name.startswith((SALTED, ALONE)) else name
+    return _apart(_GUESSED, name) if name.startswith((SALTED, ALONE, OUTLINE)) else name
+
+
+def outline_name(stored: str) -> str:
+    """The mm_hash of the outline of the item that ecd has by this name."""
+    return _apart(OUTLINE, stored)
 
 
 def _apart(kind: str, name: str, salt: str = "") -> str:

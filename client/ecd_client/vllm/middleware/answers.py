@@ -52,7 +52,7 @@ class Answers:
         ]
         params: dict[str, Any] = collect_ec_item_metadata(features, NoFields)
         for found in look.found:
-            params[found.name]["metadata"] = dict(found.placeholder.fields)
+            params[found.name]["metadata"] = dict(found.fields)
         namespace = look.found[0].item.namespace
         stored = {found.name: found.item.mm_hash for found in look.found}
         with contextlib.suppress(EcdError):

@@ -157,7 +157,8 @@ class EncodeHop:
             for flight in flights:
                 flight.cancel()
         placeholders = [promise.placeholder for promise in promises]
-        if may_be_together([*(found.placeholder for found in look.found), *placeholders]):
+        found = (each.said for each in look.found if isinstance(each.said, Placeholder))
+        if may_be_together([*found, *placeholders]):
             look.promised = list(zip(look.missing, promises, strict=True))
 
     async def promise(

@@ -12,8 +12,8 @@ from ecd_client.vllm.middleware.media import AUDIO, IMAGE, VIDEO
 from ecd_client.vllm.middleware.naming import Names
 
 _WORDS = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "audio clips"}
-_TIMES = {"timestamps", "second_per_grid_ts"}
-"""Metadata of videos that no entry carries: they are too long, or no whole numbers."""
+_TIMES, _RATE = "timestamps", "second_per_grid_ts"
+"""Metadata of videos that no entry of a video carries: they are too long, or no whole numbers."""
 
 
 def kinds_of(
@@ -23,10 +23,10 @@ def kinds_of(
     names: Names,
     *,
     only_encodes: bool,
-) -> tuple[list[str], dict[str, str]]:
-    """The kinds that are looked up, and for each other one that the model takes why it is not."""
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """The kinds that are looked up, those of them that need outlines, and why others are not."""
     limits, taken = model_config.multimodal_config, metadata.media
-    looked_up, left_out = [], {}
+    looked_up, outlined, left_out = [], [], {}
     for kind in _WORDS:
         if taken is not None and kind not in taken:
             continue
@@ -34,15 +34,18 @@ def kinds_of(
             left_out[kind] = "--limit-mm-per-prompt allows none"
         elif settings.keeps_private(kind, is_streaming=False):
             left_out[kind] = "ecd_modalities leaves them out"
-        elif not metadata.announces(kind):
-            left_out[kind] = "the model has no metadata that can take their place"
-        elif metadata.fields_for(kind) & _TIMES:
+        elif _RATE in metadata.fields_for(kind):
             left_out[kind] = "the model needs the times of their frames, which no entry carries"
         elif names.has_io_kwargs(kind) and (kind == IMAGE or only_encodes):
             left_out[kind] = "--media-io-kwargs change their names"
+        elif metadata.announces(kind) and _TIMES not in metadata.fields_for(kind):
+            looked_up.append(kind)
+        elif not metadata.can_outline(kind):
+            left_out[kind] = "nothing that the model takes can stand in their place"
         else:
             looked_up.append(kind)
-    return looked_up, left_out
+            outlined.append(kind)
+    return looked_up, outlined, left_out
 
 
 def called(kinds: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ecd_client.item import Item
 from ecd_client.vllm.base.hints import add_hints
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.middleware.encoders import Encoder
+from ecd_client.vllm.middleware.outline import Outline
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 
@@ -115,24 +117,36 @@ class Medium:
             self.part["uuid"] = self.uuid
         return is_fetched or is_named
 
-    def leave_out(self, placeholder: Placeholder) -> None:
-        """Bring the medium's name and metadata alone."""
+    def leave_out(self, said: Placeholder | Outline | None) -> None:
+        """Bring the medium's name and metadata alone; with an outline, which vLLM has, its name."""
         self.part.clear()
         self.part.update({k: v for k, v in self._came.items() if k != self.key})
-        embeds = f"{self.kind}_embeds"
-        self.part.update({"type": embeds, embeds: dict(placeholder.fields), "uuid": self.uuid})
+        if isinstance(said, Placeholder):
+            key, value = f"{self.kind}_embeds", dict(said.fields)
+        else:
+            key, value = f"{self.kind}_url", None
+        self.part.update({"type": key, key: value, "uuid": self.uuid})
 
 
 class Found(NamedTuple):
-    """A medium in a request, its entry in ecd, and its metadata."""
+    """A medium in a request, its entry in ecd, and what stands in its place in a request.
+
+    None: nothing does, and only an engine that encodes can do without the medium.
+    """
 
     medium: Medium
     item: Item
-    placeholder: Placeholder
+    said: Placeholder | Outline | None
 
     @property
     def name(self) -> str:
         return self.medium.name
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The metadata that an engine which encodes says of the medium."""
+        said = self.said.placeholder if isinstance(self.said, Outline) else self.said
+        return {} if said is None else said.fields
 
 
 class Missing(NamedTuple):
@@ -164,7 +178,8 @@ class Look:
 
     An encode hop gets those that are `missing`, and has them `promised`, all or none. `names` are
     the stored names of all; None: they are not known, or a client has chosen one. `is_named`: where
-    vLLM gets media, it gets the middleware's names of videos and sounds, too.
+    vLLM gets media, it gets the middleware's names of videos and sounds, too. `without_outline` has
+    the namespace and the stored name, by mm_hash, of each medium whose outline ecd may lack.
     """
 
     body: bytes
@@ -174,6 +189,7 @@ class Look:
     missing: list[Missing] = field(default_factory=list)
     promised: list[tuple[Missing, Promise]] = field(default_factory=list)
     names: frozenset[str] | None = None
+    without_outline: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_named: bool = False
     is_settled: bool = False
     fetched_bytes: int = 0
@@ -188,10 +204,15 @@ class Look:
         """Whether the engine can do without the media."""
         return 0 < len(self.media) == len(self.found) + len(self.promised)
 
+    @property
+    def outlines(self) -> dict[str, Outline]:
+        """The outlines of what was found, by mm_hash."""
+        return {each.name: each.said for each in self.found if isinstance(each.said, Outline)}
+
     def rewritten(self) -> bytes:
         """The request with names and metadata in place of its media."""
         for found in self.found:
-            found.medium.leave_out(found.placeholder)
+            found.medium.leave_out(found.said)
         for missing, promise in self.promised:
             missing.medium.leave_out(promise.placeholder)
         hints = {

@@ -7,18 +7,22 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Collection
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
 from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
+from ecd_client.item import Item
 from ecd_client.vllm.base.hints import hints_in, names_items
 from ecd_client.vllm.base.identity.identity import PRIVATE
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
-from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.base.names import outline_name, stored_name
 from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
 from ecd_client.vllm.middleware.fetching import Fetcher
@@ -35,12 +39,16 @@ from ecd_client.vllm.middleware.media import (
     Missing,
 )
 from ecd_client.vllm.middleware.naming import Names
+from ecd_client.vllm.middleware.outline import Outline
+from ecd_client.vllm.middleware.outlines import Outlines
 from ecd_proto.placeholders import Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_MEDIA = 64
 """Most media that are looked up for one request."""
+OUTLINE_COST_S = 0.01
+"""What an outline saves each time, about: a processor's work on a medium."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
 URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
@@ -64,6 +72,7 @@ class Requests:
         models: list[str],
         names: Names,
         kinds: Collection[str],
+        outlined: Collection[str],
         *,
         only_encodes: bool,
         has_encoder: bool,
@@ -71,13 +80,17 @@ class Requests:
     ) -> None:
         """`models` are the names that requests may give, `namespace` is the engine's.
 
-        Requests with media of other `kinds` pass as they came. With `has_hop` a look has what ecd
-        has of a request, and what is missing. `only_encodes` and `has_encoder` say what the engine
-        is for.
+        Requests with media of other `kinds` pass as they came; those of `outlined` kinds need their
+        outlines. With `has_hop` a look has what ecd has of a request, and what is missing.
+        `only_encodes` and `has_encoder` say what the engine is for.
         """
         self._client, self._settings, self._namespace = client, settings, namespace
         self._models, self._metadata, self._names = models, metadata, names
         self._only_encodes, self._has_encoder, self._has_hop = only_encodes, has_encoder, has_hop
+        self._outlined, self._vocabulary = outlined, model_config.get_vocab_size()
+        self._outlines = Outlines(metadata.of_outline)
+        if outlined:
+            self._outlines.install()
         multimodal = model_config.multimodal_config
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
         self._marks = (URL_MARK, SOUND_MARK) if AUDIO in kinds else (URL_MARK,)
@@ -107,6 +120,25 @@ class Requests:
             logger.debug("ecd: a request passes as it is", exc_info=True)
             return Look(body)
         return look
+
+    def with_outlines(self, look: Look) -> AbstractContextManager[None]:
+        """While vLLM has a request with names alone: have it know the outlines that were found."""
+        return self._outlines.giving(look.outlines)
+
+    def keeping_outlines(self, look: Look) -> AbstractContextManager[None]:
+        """While vLLM has a request with media: store the outlines that ecd lacks."""
+        return self._outlines.wanting(
+            {name: partial(self._keep, *where) for name, where in look.without_outline.items()}
+        )
+
+    def _keep(self, namespace: str, stored: str, outline: Outline) -> None:
+        if packed := outline.pack():
+            self._client.put_async(
+                outline_name(stored),
+                torch.frombuffer(bytearray(packed), dtype=torch.uint8),
+                namespace=namespace,
+                cost=OUTLINE_COST_S,
+            )
 
     def release(self, look: Look) -> None:
         """Forget a request's media, which nobody needs any more."""
@@ -150,13 +182,16 @@ class Requests:
                 found = self._find(namespace, medium, stored, nodes, until_s)
                 if found is not None:
                     look.found.append(found)
+                elif medium.kind in self._outlined:
+                    look.without_outline[medium.name] = namespace, stored
                 elif has_hop and medium.kind == IMAGE and (url := medium.data_url()):
                     tokens = _tokens(medium.content)
                     missing = Missing(medium, url, medium.name, namespace, tokens, look.salt)
                     look.missing.append(missing)
                 else:
                     break
-        if len(look.found) + len(look.missing) < len(look.media):
+        is_mixed = len({isinstance(found.said, Placeholder) for found in look.found}) > 1
+        if len(look.found) + len(look.missing) < len(look.media) or is_mixed:
             look.close()
         elif not any(medium.is_chosen for medium in look.media):
             look.names = frozenset(names)
@@ -196,19 +231,48 @@ class Requests:
         self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
     ) -> Found | None:
         """The medium that is `stored` under this name, if it is here or comes until then."""
+        item = self._get(namespace, stored, nodes, until_s)
+        if item is None:
+            return None
+        kind, rows = medium.kind, item.shape[0] if item.shape else 0
+        said: Placeholder | Outline | None = None
+        if kind not in self._outlined:
+            claimed = Placeholder.unpack(item.metadata)
+            if claimed is not None and claimed.modality == kind and rows:
+                said = self._metadata.checked(kind, claimed.fields, rows)
+        elif self._only_encodes and not self._metadata.fields_for(kind):
+            return Found(medium, item, None)
+        else:
+            said = self._outline(namespace, stored, kind, rows, nodes, until_s)
+        if said is not None:
+            return Found(medium, item, said)
+        item.close()
+        return None
+
+    def _outline(
+        self, namespace: str, stored: str, kind: str, rows: int, nodes: Any, until_s: float
+    ) -> Outline | None:
+        """The outline of an entry with so many rows, if it is here or comes until then."""
+        entry = self._get(namespace, outline_name(stored), nodes, until_s)
+        if entry is None:
+            return None
+        with entry:
+            outline = Outline.unpack(bytes(entry.view), self._vocabulary)
+        if outline is None or (outline.modality, outline.embeddings) != (kind, rows):
+            return None
+        said = outline.placeholder
+        if said is None:
+            return None if self._metadata.fields_for(kind) else outline
+        is_right = self._metadata.checked(kind, said.fields, rows) == said
+        return outline if is_right else None
+
+    def _get(self, namespace: str, stored: str, nodes: Any, until_s: float) -> Item | None:
+        """The entry of this name, if it is here or comes until then."""
         item, may_come = self._client.get_now(stored, namespace=namespace, is_use=False)
         left_s = until_s - clock.now_s()
         if item is None and (may_come or nodes) and left_s > 0:
             item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False)
-        if item is None:
-            return None
-        said = Placeholder.unpack(item.metadata)
-        if said is not None and said.modality == medium.kind and item.shape:
-            placeholder = self._metadata.checked(medium.kind, said.fields, item.shape[0])
-            if placeholder is not None:
-                return Found(medium, item, placeholder)
-        item.close()
-        return None
+        return item
 
 
 def _media(request: dict[str, Any], kinds: Collection[str]) -> list[Medium]:

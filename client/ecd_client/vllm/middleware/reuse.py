@@ -5,7 +5,8 @@
 Each picture, video and sound of a chat completion gets a name. If ecd has all of them, an engine
 that prefills gets the names and the placeholder metadata in place of the media. An engine that only
 encodes does nothing: the answer is what it would say. Videos and sounds that ecd lacks go on with
-their names, so that they are stored under these. All other requests pass as they are.
+their names, so that they are stored under these. All other requests pass as they are. Where a model
+has no placeholder metadata, outlines take their place.
 """
 
 from __future__ import annotations
@@ -120,12 +121,14 @@ class ReuseMiddleware:
             return
         if not look.is_whole or reuse.only_encodes:
             await self._give_up(look)
-            await self._app(*with_body(scope, look.body, receive), send)
+            with reuse.requests.keeping_outlines(look):
+                await self._app(*with_body(scope, look.body, receive), send)
             return
         # Metadata may be such that vLLM takes them for the client's mistake.
         attempt = Attempt(send, fails_from=400, begun=lambda: reuse.requests.release(look))
         try:
-            await self._try(attempt, scope, look.rewritten(), receive)
+            with reuse.requests.with_outlines(look):
+                await self._try(attempt, scope, look.rewritten(), receive)
         finally:
             look.close()
         if not attempt.has_failed:
@@ -199,7 +202,7 @@ class Reuse:
         except FileNotFoundError:
             raise Unsuitable("its engine runs elsewhere, or as another user") from None
         metadata, names = PlaceholderMetadata(config.model_config), Names(config.model_config)
-        self.kinds, self.left_out = kinds_of(
+        self.kinds, outlined, self.left_out = kinds_of(
             config.model_config, settings, metadata, names, only_encodes=self.only_encodes
         )
         if not self.kinds:
@@ -238,6 +241,7 @@ class Reuse:
             models,
             names,
             self.kinds,
+            outlined,
             only_encodes=self.only_encodes,
             has_encoder=not in_need,
             has_hop=self.hop is not None,
