@@ -23,7 +23,7 @@ pytestmark = [
 
 COUNTS = ["--worker-extension-cls", "counting_worker.Counting"]
 REUSES = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
-ASIDE = "ecd: all media are preprocessed each time: it works for one API server and one engine"
+READY = "that are stored are not preprocessed"
 PICTURES = 8
 BARE = {
     "type": "image_embeds",
@@ -37,15 +37,14 @@ class Serves:
     flags: list[str]
     processes: int
     engines: int = 1
-    aside: int = 0
-    """Servers whose middleware does nothing, and says so."""
+    servers: int = 1
 
 
 ONE = ["--api-server-count", "1"]
 QUICK = {"several engines and API servers": Serves(["--data-parallel-size", "2"], 5, 2, 2)}
 SLOW = {
-    "several API servers": Serves(["--api-server-count", "2"], 3, aside=2),
-    "several engines": Serves(["--data-parallel-size", "2", *ONE], 3, 2, 1),
+    "several API servers": Serves(["--api-server-count", "2"], 3, servers=2),
+    "several engines": Serves(["--data-parallel-size", "2", *ONE], 3, 2),
 }
 WAYS = {**QUICK, **SLOW}
 
@@ -83,8 +82,9 @@ def test_a_way_of_serving(
     )
     try:
         server.wait_ready()
-        eventually(lambda: server.text().count(ASIDE) == way.aside, "the middleware's word")
-        eventually(lambda: daemon.status().sessions == sessions + 2 * way.engines, "sessions")
+        eventually(lambda: server.text().count(READY) == way.servers, "the middleware's word")
+        clients = 2 * way.engines + way.servers
+        eventually(lambda: daemon.status().sessions == sessions + clients, "sessions")
 
         def ask(content: list[dict]) -> tuple:
             status, body = server.chat(content)
@@ -93,10 +93,11 @@ def test_a_way_of_serving(
         def forwards() -> int:
             return server.text().count("pictures are encoded")
 
-        before = forwards()
+        before, processed = forwards(), server.sample("vllm:mm_cache_queries_total")
         with ThreadPoolExecutor(PICTURES) as users:
             assert list(users.map(ask, stored)) == [(200, each) for each in right[0]]
             assert forwards() == before
+            assert server.sample("vllm:mm_cache_queries_total") == processed, "by names alone"
             assert server.sample("vllm:ecd_loads_total") == PICTURES
             assert server.sample("vllm:ecd_hits_total") == PICTURES
             assert server.sample("vllm:ecd_misses_total") == 0

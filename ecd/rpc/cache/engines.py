@@ -48,20 +48,31 @@ class Engines:
         return True
 
     def encoders(self) -> list[RegisteredEncoder]:
-        """The registered engines that store, the oldest first."""
+        """The registered engines that store, the oldest first.
+
+        API servers of the same engines have one URL. Each reports the requests that it serves.
+        """
         storing = {engine.id: engine for engine in self._by_session.values() if engine.stores}
         now_s = self._clock.now_s()
-        return [
-            replace(
-                encoder,
-                namespace=engine.namespace,
-                loads=engine.loads,
-                age_s=now_s - since_s,
-                node="",
+        found: dict[tuple[str, str], RegisteredEncoder] = {}
+        for encoder, since_s in self._registered.values():
+            engine = storing.get(encoder.engine)
+            if engine is None:
+                continue
+            first = found.setdefault(
+                (encoder.engine, encoder.url),
+                replace(
+                    encoder,
+                    namespace=engine.namespace,
+                    loads=engine.loads,
+                    age_s=now_s - since_s,
+                    node="",
+                    active=0,
+                ),
             )
-            for encoder, since_s in self._registered.values()
-            if (engine := storing.get(encoder.engine)) is not None
-        ]
+            active = first.active + encoder.active
+            found[encoder.engine, encoder.url] = replace(first, active=active)
+        return list(found.values())
 
     def statuses(self) -> list[pb.EngineStatus]:
         return [engine.status for engine in self._by_session.values()]

@@ -195,12 +195,16 @@ class Reuse:
             raise Unsuitable("this version of vLLM takes no metadata as JSON")
         self.only_encodes = transfer.is_ec_producer and not transfer.is_ec_consumer
         settings = Settings.of(config)
-        if why := _why_not(config, settings, state.args, self.only_encodes):
+        if why := _why_not(config, settings, self.only_encodes):
             raise Unsuitable(why)
+        parallel, is_one_of = config.parallel_config, _is_one_of_several(state.args)
         try:
-            namespace = SeenNamespace(config.instance_id)
-        except FileNotFoundError:
-            raise Unsuitable("its engine runs elsewhere, or as another user") from None
+            # A server that has a rank for itself has its share of the ranks of all.
+            is_apart = parallel.local_engines_only
+            engines = parallel.data_parallel_size_local if is_apart else parallel.data_parallel_size
+            namespace = SeenNamespace(config.instance_id, engines, has_siblings=is_one_of)
+        except FileNotFoundError as error:
+            raise Unsuitable(f"it finds {error} here that run as its user") from None
         metadata, names = PlaceholderMetadata(config.model_config), Names(config.model_config)
         self.kinds, outlined, self.left_out = kinds_of(
             config.model_config, settings, metadata, names, only_encodes=self.only_encodes
@@ -223,7 +227,7 @@ class Reuse:
         self.hop = None
         if not self.only_encodes:
             self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
-        engine = engine_id(config.instance_id)
+        engine = engine_id(namespace.instance_id)
         self.active = 0
         """Requests with media that are being served."""
         self._repeated: list[Callable[[], Awaitable[None]]] = []
@@ -297,7 +301,7 @@ class Reuse:
         logger.warning("ecd: a request without its media failed, and was made with them")
 
 
-def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> str | None:
+def _why_not(config: Any, settings: Settings, only_encodes: bool) -> str | None:
     """Why the names of this server's media, or its engine, cannot be known. None: they can."""
     multimodal, lora = config.model_config.multimodal_config, config.lora_config
     if multimodal is None:
@@ -310,10 +314,14 @@ def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> 
         return "ecd_uuids is refuse, so that nothing is shared"
     if envs.VLLM_MEDIA_CONNECTOR != "http":
         return "VLLM_MEDIA_CONNECTOR may load other media than it is asked for"
-    several = (getattr(args, "api_server_count", None) or 1) > 1
-    if several or config.parallel_config.data_parallel_size > 1:
-        return "it works for one API server and one engine, not for several"
+    if getattr(config.parallel_config, "enable_elastic_ep", False):
+        return "the number of its engines changes (--enable-elastic-ep)"
     return None
+
+
+def _is_one_of_several(args: Any) -> bool:
+    """Whether other API servers of the same engines run beside this one."""
+    return (getattr(args, "api_server_count", None) or 1) > 1
 
 
 def _hop(

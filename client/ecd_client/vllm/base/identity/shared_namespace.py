@@ -1,9 +1,9 @@
 """The engine's namespace, in memory that its API server reads: it moves as weights change.
 
 vLLM runs the scheduler and the API server in two processes, and tells the latter nothing of a
-connector. What they have in common is the instance's id: the memory is found by it. Any user may
-make memory of that name, so the reader takes none but its own user's, and none that can shrink
-under its mapping.
+connector. What they have in common is the instance's id, or their parent: the memory is found by
+that. Any user may make memory of that name, so the reader takes none but its own user's, and none
+that can shrink under its mapping.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import contextlib
 import logging
 import mmap
 import os
+import re
 import stat
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 from ecd_proto.mapped_file import keeps_size, memory_file
@@ -74,30 +77,64 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 class SeenNamespace:
-    """An engine's namespace as another process of its user reads it."""
+    """The namespace of a server's engines as another process of their user reads it."""
 
-    def __init__(self, instance_id: str) -> None:
-        """Raises FileNotFoundError where no engine of this id can be found."""
-        target = f"/memfd:{_NAME}{instance_id} (deleted)"
-        for process in filter(str.isdigit, os.listdir("/proc")):
+    def __init__(self, instance_id: str, engines: int = 1, *, has_siblings: bool = False) -> None:
+        """Find the pages of `engines` data-parallel ranks of this instance.
+
+        With `has_siblings` the server is one of several, which do not know the instance's id: its
+        engines are other children of the process that started it. Raises FileNotFoundError where
+        another number of engines is found.
+        """
+        said = "[^ ]+" if has_siblings else f"{re.escape(instance_id)}(?:_dp[0-9]+)?"
+        name = re.compile(f"/memfd:{_NAME}({said}) \\(deleted\\)")
+        self._pages: dict[tuple[int, int], mmap.mmap] = {}
+        self.instance_id = instance_id
+        for process in _siblings() if has_siblings else _processes():
             for link in _links(process):
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    if os.readlink(link) == target and _is_own(os.stat(link)):
-                        # The process may have put another file there meanwhile.
-                        fd = os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                        try:
-                            if _is_own(os.fstat(fd)) and keeps_size(fd):
-                                self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
-                                return
-                        finally:
-                            os.close(fd)
-        raise FileNotFoundError(target)
+                    found = name.fullmatch(os.readlink(link))
+                    if found is not None and _is_own(os.stat(link)):
+                        self._map(link)
+                        self.instance_id = found[1]
+        if len(self._pages) != engines:
+            raise FileNotFoundError(f"{len(self._pages)} of {engines} engines")
+
+    def _map(self, link: str) -> None:
+        # The process may have put another file there meanwhile.
+        fd = os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            file = found.st_dev, found.st_ino  # which an engine's children may have open, too
+            if file not in self._pages and _is_own(found) and keeps_size(fd):
+                self._pages[file] = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
 
     def read(self) -> str | None:
-        """The namespace. None: the engine shares nothing."""
-        for _ in range(_TRIES):  # the scheduler may be writing
-            crc, nbytes = _HEADER.unpack_from(self._page)
-            checked = self._page[_HEADER.size - 2 : _HEADER.size + nbytes]
-            if crc == crc32(checked):
-                return checked[2:].decode() or None
-        return None
+        """The namespace. None: an engine shares nothing, or they have different ones."""
+        said = {_read(page) for page in self._pages.values()}
+        return said.pop() if len(said) == 1 else None
+
+
+def _read(page: mmap.mmap) -> str | None:
+    for _ in range(_TRIES):  # the scheduler may be writing
+        crc, nbytes = _HEADER.unpack_from(page)
+        checked = page[_HEADER.size - 2 : _HEADER.size + nbytes]
+        if crc == crc32(checked):
+            return checked[2:].decode() or None
+    return None
+
+
+def _processes() -> Iterator[str]:
+    return filter(str.isdigit, os.listdir("/proc"))
+
+
+def _siblings() -> Iterator[str]:
+    """The processes that this one's parent has started."""
+    parent = str(os.getppid())
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            said = Path(f"/proc/{process}/stat").read_text()
+            if said.rpartition(")")[2].split()[1] == parent:
+                yield process
