@@ -146,6 +146,14 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, {"error": error.read().decode()}
 
+    def ask(self, path: str, **body: object) -> tuple[int, dict]:
+        """Status and body of another request to this path."""
+        try:
+            with self._post(path, {"model": "tiny", **body}) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, {"error": error.read().decode()}
+
     def stream(self, content: list[dict], lines: int | None = None, **options: object) -> list[str]:
         """The lines of a streamed chat completion; only the first `lines`, and then it leaves."""
         with self.open(content, None, {"stream": True, **options}) as reply:
@@ -173,8 +181,11 @@ class Server:
             "logprobs": True,
             **options,
         }
+        return self._post("/v1/chat/completions", body, headers)
+
+    def _post(self, path: str, body: dict, headers: dict[str, str] | None = None) -> Any:
         request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
+            f"{self.url}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json", **(headers or {})},
         )

@@ -280,6 +280,29 @@ def test_a_request_that_fails_without_its_video_is_made_with_it(fleet: Fleet) ->
     assert fleet.server.text().count(said) == before + 1
 
 
+def test_a_batch_brings_names_alone_or_all_media(fleet: Fleet) -> None:
+    """Each conversation may have as many media as a request."""
+    pictures = [{"type": "image_url", "image_url": {"url": picture_url(n)}} for n in (71, 72, 73)]
+    talks = [
+        [{"role": "user", "content": [*pair, {"type": "text", "text": "what is it?"}]}]
+        for pair in (pictures[:2], pictures[1:], pictures[:1])
+    ]
+    path, how = "/v1/chat/completions/batch", {"temperature": 0, "max_tokens": 4, "logprobs": True}
+
+    def ask(server: Server) -> list[list[tuple[str, float]]]:
+        status, body = server.ask(path, messages=talks, **how)
+        assert status == 200, body
+        return [answer({"choices": [choice]}) for choice in body["choices"]]
+
+    right = ask(fleet.plain)
+    assert ask(fleet.server) == right
+    for picture in pictures:
+        eventually(lambda picture=picture: fleet.worked([picture, *shown("")[1:]]) == NOTHING)
+    before = Work.of(fleet.server)
+    assert ask(fleet.server) == right
+    assert Work.of(fleet.server).since(before) == NOTHING
+
+
 @pytest.mark.parametrize("what", ["beyond a limit", "no video", "a name that is a number"])
 def test_what_vllm_says_of_a_video_is_said(
     fleet: Fleet, what: str, request: pytest.FixtureRequest

@@ -9,17 +9,20 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
-PATH = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
+DOORS = frozenset((CHAT, f"{CHAT}/batch", "/v1/embeddings", "/pooling", "/classify"))
+"""Paths whose requests have messages in the form of chat completions."""
 MAX_BODY_BYTES = 256 << 20
 """Largest body that is parsed."""
 _STREAMED_ERROR = b'data: {"error"'
 
 
-def is_chat(scope: Scope) -> bool:
+def door_of(scope: Scope) -> str | None:
+    """The path of a request that may have media. None: it is another one."""
     if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) == PATH
+        return None
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path if path in DOORS else None
 
 
 def caller_of(scope: Scope, has_keys: bool) -> str:

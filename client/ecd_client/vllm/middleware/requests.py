@@ -1,4 +1,4 @@
-"""Media of a chat completion, and their entries in ecd."""
+"""Media of a request with messages, and their entries in ecd."""
 
 from __future__ import annotations
 
@@ -155,12 +155,19 @@ class Requests:
             or not isinstance(request.get("cache_salt") or "", str)
         ):
             return
-        media = _media(request, self._limits)
+        conversations = request["messages"]
+        if not isinstance(next(iter(conversations), None), list):
+            conversations = [conversations]
+        media: list[Medium] = []
+        for messages in conversations:  # those of a batch
+            found = _media(messages, self._limits)
+            counts = Counter(medium.kind for medium in found or ())
+            if found is None or any(n > self._limits[kind] for kind, n in counts.items()):
+                return
+            media += found
         if self._only_encodes and any(medium.is_named_here for medium in media):
             return  # the engines that it encodes for may look for vLLM's own names
-        counts = Counter(medium.kind for medium in media)
-        is_within = all(count <= self._limits[kind] for kind, count in counts.items())
-        if is_within and len(media) <= MAX_MEDIA:
+        if len(media) <= MAX_MEDIA:
             look.request, look.media = request, media
 
     def _find_all(self, look: Look) -> None:
@@ -275,10 +282,10 @@ class Requests:
         return item
 
 
-def _media(request: dict[str, Any], kinds: Collection[str]) -> list[Medium]:
-    """The media of a request. Empty where one is of another kind, or vLLM may read another key."""
+def _media(messages: list[dict[str, Any]], kinds: Collection[str]) -> list[Medium] | None:
+    """The media of a conversation. None: one is of another kind, or vLLM may read another key."""
     found = []
-    for message in request["messages"]:
+    for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             key: Any = part.get("type") if isinstance(part, dict) else "text"
@@ -286,11 +293,11 @@ def _media(request: dict[str, Any], kinds: Collection[str]) -> list[Medium]:
             if key in _PLAIN and not others:
                 continue
             if KINDS.get(key) not in kinds or others != {key}:
-                return []
+                return None
             if not isinstance(part[key], dict):  # vLLM refuses what is not
-                return []
+                return None
             if key == INPUT_AUDIO and part[key].get("format") not in FORMATS:
-                return []
+                return None
             found.append(Medium(part, key))
     return found
 

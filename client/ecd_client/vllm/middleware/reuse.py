@@ -2,11 +2,11 @@
 
     vllm serve MODEL --ec-transfer-config ... --middleware ecd_client.vllm.ReuseMiddleware
 
-Each picture, video and sound of a chat completion gets a name. If ecd has all of them, an engine
-that prefills gets the names and the placeholder metadata in place of the media. An engine that only
-encodes does nothing: the answer is what it would say. Videos and sounds that ecd lacks go on with
-their names, so that they are stored under these. All other requests pass as they are. Where a model
-has no placeholder metadata, outlines take their place.
+Each picture, video and sound of a request with messages gets a name. If ecd has all of them, an
+engine that prefills gets the names and the placeholder metadata in place of the media. An engine
+that only encodes does nothing: the answer is what it would say. Videos and sounds that ecd lacks go
+on with their names, so that they are stored under these. All other requests pass as they are. Where
+a model has no placeholder metadata, outlines take their place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import FAIL, Settings
 from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.asgi import (
+    CHAT,
     Attempt,
     Leaving,
     caller_of,
-    is_chat,
+    door_of,
     whole_body,
     with_body,
 )
@@ -78,7 +79,8 @@ class ReuseMiddleware:
                 await self._reuse.close()
             return
         reuse = self._reuse
-        if reuse is None or not is_chat(scope) or not reuse.lets_in(Headers(scope=scope)):
+        door = door_of(scope)
+        if reuse is None or not reuse.serves(door) or not reuse.lets_in(Headers(scope=scope)):
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
         body, again = await whole_body(receive)
@@ -283,6 +285,10 @@ class Reuse:
         if self.hop is not None:
             await self.hop.close()
         self._client.close()
+
+    def serves(self, door: str | None) -> bool:
+        """Whether requests at this path are looked at: an answer of an encoder is a chat's."""
+        return door == CHAT or (door is not None and not self.only_encodes)
 
     def lets_in(self, headers: Headers) -> bool:
         """Whether vLLM will serve a request with these headers."""
