@@ -206,7 +206,8 @@ class Engine:
     def by_outline(self, items: list[str]) -> dict | None:
         """The answer to the items that were asked for last, by outlines. None: some have none."""
         named = self.outlines.latest
-        if not items or not all(map(self.outlines.given, chain(*named.values()))):
+        known = [*filter(self.outlines.given, chain(*named.values()))]
+        if not items or len(known) < len(items):
             return None
         made = self.prompt(items, None)
         made.pop("mm_processor_kwargs", None)  # which are in names

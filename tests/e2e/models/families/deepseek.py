@@ -20,7 +20,7 @@ DEEPSEEK = {**TEXT, **HEADS, **EXPERTS, **SHARED, "topk_method": "greedy"}
 DEEPSEEK |= {"kv_lora_rank": None, "q_lora_rank": None}
 
 
-@architecture("DeepSeek", "DeepseekOCRForCausalLM", "image", remark=RESIZED)
+@architecture("DeepSeek", "DeepseekOCRForCausalLM", "image", remark=RESIZED, by_outline="image")
 def deepseek_ocr(to: Checkpoint) -> None:
     from vllm.model_executor.models import deepencoder, deepseek_ocr
 

@@ -29,7 +29,7 @@ def paligemma(to: Checkpoint) -> None:
     PaliGemmaProcessor(images, tokens).save_pretrained(to.directory)
 
 
-@architecture("Gemma", "Gemma3ForConditionalGeneration", "image", quick=True)
+@architecture("Gemma", "Gemma3ForConditionalGeneration", "image", quick=True, by_outline="image")
 def gemma3(to: Checkpoint) -> None:
     from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
 
@@ -52,7 +52,7 @@ def gemma3(to: Checkpoint) -> None:
     Gemma3Processor(images, tokens, image_seq_length=4).save_pretrained(to.directory)
 
 
-@architecture("Gemma", "Gemma4ForConditionalGeneration", "image video")
+@architecture("Gemma", "Gemma4ForConditionalGeneration", "image video", by_outline="image video")
 def gemma4(to: Checkpoint) -> None:
     from transformers import (
         Gemma4AudioFeatureExtractor,
@@ -106,7 +106,13 @@ def gemma4(to: Checkpoint) -> None:
     ).save_pretrained(to.directory)
 
 
-@architecture("Gemma", "Gemma3nForConditionalGeneration", "image audio", needs_more=True)
+@architecture(
+    "Gemma",
+    "Gemma3nForConditionalGeneration",
+    "image audio",
+    needs_more=True,
+    by_outline="audio image",
+)
 def gemma3n(to: Checkpoint) -> None:
     from transformers import (
         Gemma3nAudioFeatureExtractor,
@@ -149,7 +155,7 @@ def gemma3n(to: Checkpoint) -> None:
     ).save_pretrained(to.directory)
 
 
-@architecture("Llama", "Llama4ForConditionalGeneration", "image", quick=True)
+@architecture("Llama", "Llama4ForConditionalGeneration", "image", quick=True, by_outline="image")
 def llama4(to: Checkpoint) -> None:
     from transformers import Llama4Config, Llama4ImageProcessor, Llama4Processor
 

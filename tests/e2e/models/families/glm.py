@@ -85,7 +85,7 @@ def glm_ocr(to: Checkpoint) -> None:
     processor(to, "Glm46VProcessor")
 
 
-@architecture("GLM", "GLM4VForCausalLM", "image", most={"image": 1})
+@architecture("GLM", "GLM4VForCausalLM", "image", most={"image": 1}, by_outline="image")
 def glm4v(to: Checkpoint) -> None:
     """GLM-4V-9B."""
     to.tokens("<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>")

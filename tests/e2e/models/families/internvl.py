@@ -24,7 +24,13 @@ VIT = {
 }
 
 
-@architecture("InternVL", "InternVLForConditionalGeneration", "image video", quick=True)
+@architecture(
+    "InternVL",
+    "InternVLForConditionalGeneration",
+    "image video",
+    quick=True,
+    by_outline="image video",
+)
 def internvl(to: Checkpoint) -> None:
     from transformers import (
         GotOcr2ImageProcessor,
@@ -70,13 +76,13 @@ def chat(to: Checkpoint, model_type: str, *tokens: str, **more: Any) -> None:
     )
 
 
-@architecture("InternVL", "InternVLChatModel", "image video")
+@architecture("InternVL", "InternVLChatModel", "image video", by_outline="image video")
 def internvl_chat(to: Checkpoint) -> None:
     tokens = "<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<|video_pad|>"
     chat(to, "internvl_chat", *tokens)
 
 
-@architecture("InternVL", "SkyworkR1VChatModel", "image")
+@architecture("InternVL", "SkyworkR1VChatModel", "image", by_outline="image")
 def skywork_r1v(to: Checkpoint) -> None:
     tokens = "<img>", "</img>", "<IMG_CONTEXT>"
     chat(to, "skywork_chat", *tokens)

@@ -25,7 +25,7 @@ def parts(vision: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
 
-@architecture("LLaVA", "LlavaForConditionalGeneration", "image")
+@architecture("LLaVA", "LlavaForConditionalGeneration", "image", by_outline="image")
 def llava(to: Checkpoint) -> None:
     from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
 
@@ -37,7 +37,7 @@ def llava(to: Checkpoint) -> None:
     LlavaProcessor(images, tokens, patch_size=14, **more).save_pretrained(to.directory)
 
 
-@architecture("LLaVA", "LlavaNextForConditionalGeneration", "image", quick=True)
+@architecture("LLaVA", "LlavaNextForConditionalGeneration", "image", quick=True, by_outline="image")
 def llava_next(to: Checkpoint) -> None:
     from transformers import LlavaNextConfig, LlavaNextImageProcessor, LlavaNextProcessor
 
@@ -51,7 +51,13 @@ def llava_next(to: Checkpoint) -> None:
     LlavaNextProcessor(images, tokens, patch_size=14, **more).save_pretrained(to.directory)
 
 
-@architecture("LLaVA", "LlavaNextVideoForConditionalGeneration", "video", most={"video": 1})
+@architecture(
+    "LLaVA",
+    "LlavaNextVideoForConditionalGeneration",
+    "video",
+    most={"video": 1},
+    by_outline="video",
+)
 def llava_next_video(to: Checkpoint) -> None:
     from transformers import (
         LlavaNextImageProcessor,
@@ -81,6 +87,7 @@ def llava_next_video(to: Checkpoint) -> None:
     "image video",
     most={"video": 1},  # over two of other lengths vLLM's engine ends
     quick=True,
+    by_outline="image video",
 )
 def llava_onevision(to: Checkpoint) -> None:
     from transformers import (
@@ -117,7 +124,7 @@ def pixtral_processor(to: Checkpoint, merge: int) -> None:
     PixtralProcessor(images, tokens, **more, **named).save_pretrained(to.directory)
 
 
-@architecture("Pixtral", "LlavaForConditionalGeneration", "image")
+@architecture("Pixtral", "LlavaForConditionalGeneration", "image", by_outline="image")
 def pixtral(to: Checkpoint) -> None:
     from transformers import LlavaConfig
 
@@ -127,7 +134,9 @@ def pixtral(to: Checkpoint) -> None:
     to.config(config)
 
 
-@architecture("Pixtral", "Mistral3ForConditionalGeneration", "image", quick=True)
+@architecture(
+    "Pixtral", "Mistral3ForConditionalGeneration", "image", quick=True, by_outline="image"
+)
 def mistral3(to: Checkpoint) -> None:
     from transformers import Mistral3Config
 
@@ -181,7 +190,9 @@ def idefics(to: Checkpoint, config: type, images: Any, processor: type) -> None:
     processor(images(**size), tokens, image_seq_len=4).save_pretrained(to.directory)
 
 
-@architecture("Idefics", "Idefics3ForConditionalGeneration", "image", quick=True)
+@architecture(
+    "Idefics", "Idefics3ForConditionalGeneration", "image", quick=True, by_outline="image"
+)
 def idefics3(to: Checkpoint) -> None:
     from transformers import Idefics3Config, Idefics3ImageProcessor, Idefics3Processor
 
@@ -189,10 +200,7 @@ def idefics3(to: Checkpoint) -> None:
 
 
 @architecture(
-    "Idefics",
-    "SmolVLMForConditionalGeneration",
-    "image",
-    needs_more=True,
+    "Idefics", "SmolVLMForConditionalGeneration", "image", needs_more=True, by_outline="image"
 )
 def smolvlm(to: Checkpoint) -> None:
     from transformers import (
@@ -208,7 +216,9 @@ def smolvlm(to: Checkpoint) -> None:
     idefics(to, SmolVLMConfig, SmolVLMImageProcessor, processor)
 
 
-@architecture("BLIP", "Blip2ForConditionalGeneration", "image", most={"image": 1})
+@architecture(
+    "BLIP", "Blip2ForConditionalGeneration", "image", most={"image": 1}, by_outline="image"
+)
 def blip2(to: Checkpoint) -> None:
     from transformers import Blip2Config, Blip2Processor, BlipImageProcessor
 

@@ -93,7 +93,12 @@ def qwen2_5_vl(to: Checkpoint) -> None:
 
 
 @architecture(
-    "Qwen", "Qwen3VLForConditionalGeneration", "image video", by_metadata="image video", quick=True
+    "Qwen",
+    "Qwen3VLForConditionalGeneration",
+    "image video",
+    by_metadata="image video",
+    quick=True,
+    by_outline="video",
 )
 def qwen3_vl(to: Checkpoint) -> None:
     from transformers import Qwen3VLConfig
@@ -132,7 +137,11 @@ EXPERTS = {
 
 
 @architecture(
-    "Qwen", "Qwen3VLMoeForConditionalGeneration", "image video", by_metadata="image video"
+    "Qwen",
+    "Qwen3VLMoeForConditionalGeneration",
+    "image video",
+    by_metadata="image video",
+    by_outline="video",
 )
 def qwen3_vl_moe(to: Checkpoint) -> None:
     from transformers import Qwen3VLMoeConfig
@@ -164,6 +173,7 @@ LINEAR = {
     by_metadata="image video",
     quick=True,
     engine=BF16,
+    by_outline="video",
 )
 def qwen3_5(to: Checkpoint) -> None:
     from transformers import Qwen3_5Config
@@ -180,6 +190,7 @@ def qwen3_5(to: Checkpoint) -> None:
     "image video",
     by_metadata="image video",
     engine=BF16,
+    by_outline="video",
 )
 def qwen3_5_moe(to: Checkpoint) -> None:
     from transformers import Qwen3_5MoeConfig
