@@ -40,7 +40,9 @@ class Engines:
 
     def register(self, session: SessionId, encoder: RegisteredEncoder) -> bool:
         """Store where an engine's API server is reached. False: there are too many."""
-        if session not in self._registered and len(self._registered) >= MAX_ENCODERS:
+        urls = {(each.engine, each.url) for each, _ in self._registered.values()}
+        new = (encoder.engine, encoder.reached_at(self._host).url) not in urls
+        if session not in self._registered and new and len(urls) >= MAX_ENCODERS:
             return False
         known, now_s = encoder.reached_at(self._host), self._clock.now_s()
         before, since_s = self._registered.get(session, (known, now_s))
