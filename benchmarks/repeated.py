@@ -1,14 +1,16 @@
-"""Time to the first token of a picture that another engine has encoded, over HTTP.
+"""Time to the first token of a medium that another engine has encoded, over HTTP.
 
-    python benchmarks/repeated.py [--rounds N] [--size 1008x756] [--output FILE.md]
+    python benchmarks/repeated.py [--rounds N] [--kind KIND ...] [--output FILE.md]
 
-vLLM's own API servers: two that encode, one for ecd and one for vLLM's file-based example
-connector; and one for each way to get what these have: ecd with its middleware, ecd's connector
-alone, the example connector, and nothing. Each round brings a new picture, a JPEG, which the
-encoders get first; then the others are asked for it, one after the other in random order. None of
-these has seen it before, so no cache of vLLM's own has anything of it. The models are tiny and
-random, the pictures are not. At last, how long the middleware has a request before vLLM gets it.
-Needs `make vllm`.
+A kind is a picture of a model with placeholder metadata (Qwen2.5-VL), one of a model without
+(LLaVA-NeXT), a video of 16 frames (Qwen2.5-VL), or a recording of 30 s (Qwen2-Audio). For each,
+vLLM's own API servers: three that have the medium first, with ecd's middleware, with ecd's
+connector, and with vLLM's file-based example connector; and one for each way to get what these
+have: ecd with its middleware, ecd's connector alone, the example connector, and nothing. Each round
+brings a new medium, which the first ones get; then the others are asked for it, one after the other
+in random order. None of these has seen it before, so no cache of vLLM's own has anything of it. The
+models are tiny and random, the media are not. At last, how long the middleware has a request before
+vLLM gets it. Needs `make vllm`.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import random
 import sys
 import tempfile
 import time
+import wave
 from base64 import b64encode
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -33,8 +38,8 @@ from PIL import Image
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from e2e.engines import make_model
-from e2e.servers import Server, api_server, noise_url
+from e2e.engines import make_model, output_of
+from e2e.servers import Server, api_server
 
 VERSION = "0.32.0"
 MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING = (
@@ -43,31 +48,87 @@ MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING = (
     "vLLM's ECExampleConnector",
     "nothing",
 )
+SIZE = 1008, 756
+FRAMES, RATE, FRAME = 16, 2.0, (448, 336)
+SOUND_S, SAMPLES = 30, 16_000
 SAVE_S = 0.3
 """Between the encoders' answers and the first question: no save is waited for."""
 SPINS_S = 1.2
 """vLLM's processes spin for a second after a message, and leave the next server too few cores."""
 
 
-def picture(size: tuple[int, int], seed: int) -> str:
-    """A JPEG of blocks of random colours with some noise, as a data: URL."""
-    generator = np.random.default_rng(seed)
-    width, height = size
+@dataclass(frozen=True)
+class Kind:
+    """Media of one kind: a name, a tiny model, the part that has one, and its bytes by number."""
+
+    name: str
+    model: str
+    part: str
+    media_type: str
+    make: Callable[[Path, int], bytes]
+    limits: str = '{"image": 1, "video": 0}'
+
+    def content(self, directory: Path, number: int) -> list[dict[str, Any]]:
+        """A part that has the medium, as a data: URL."""
+        data = b64encode(self.make(directory, number)).decode()
+        return [{"type": self.part, self.part: {"url": f"data:{self.media_type};base64,{data}"}}]
+
+
+def picture(directory: Path, number: int) -> bytes:
+    """A JPEG of blocks of random colours with some noise."""
+    generator = np.random.default_rng(number)
+    width, height = SIZE
     blocks = generator.integers(0, 256, (height // 12, width // 12, 3))
     pixels = blocks.repeat(12, axis=0).repeat(12, axis=1) + generator.normal(
         0, 12, (height // 12 * 12, width // 12 * 12, 3)
     )
-    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize(size)
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize(SIZE)
     with BytesIO() as file:
         image.save(file, "JPEG", quality=85)
-        return "data:image/jpeg;base64," + b64encode(file.getvalue()).decode()
+        return file.getvalue()
 
 
-def ask(server: Server, url: str) -> float:
+def video(directory: Path, number: int) -> bytes:
+    """An MPEG-4, of those that are made at once."""
+    return (directory / f"{number}.mp4").read_bytes()
+
+
+def sound(directory: Path, number: int) -> bytes:
+    """A WAV of noise."""
+    noise = np.random.default_rng(number).integers(-8192, 8192, SOUND_S * SAMPLES, np.int16)
+    with BytesIO() as file:
+        with wave.open(file, "wb") as out:
+            out.setparams((1, 2, SAMPLES, 0, "NONE", ""))
+            out.writeframes(noise.tobytes())
+        return file.getvalue()
+
+
+KINDS = {
+    "picture": Kind("a picture", "qwen2_5_vl", "image_url", "image/jpeg", picture),
+    "outline": Kind("a picture, by outline", "llava_next", "image_url", "image/jpeg", picture),
+    "video": Kind(
+        *("a video of 16 frames", "qwen2_5_vl", "video_url", "video/mp4", video),
+        json.dumps({"video": {"count": 1, "num_frames": FRAMES, "width": 448, "height": 336}}),
+    ),
+    "sound": Kind(
+        *("a recording of 30 s", "qwen2_audio", "audio_url", "audio/wav", sound, '{"audio": 1}')
+    ),
+}
+WORK = "media are preprocessed", "a video is decoded", "a sound is decoded"
+
+
+def work(server: Server) -> tuple[int, int]:
+    """Calls of the processor, and videos and sounds decoded."""
+    text = server.text()
+    calls, *decodes = map(text.count, WORK)
+    return calls, sum(decodes)
+
+
+def ask(server: Server, part: list[dict[str, Any]]) -> float:
     """Seconds until the first token."""
     content = [
         {"type": "text", "text": f"{random.random()}"},  # no prefix is known
-        {"type": "image_url", "image_url": {"url": url}},
+        *part,
         {"type": "text", "text": "what is in this picture?"},
     ]
     started_s = time.perf_counter()
@@ -75,14 +136,14 @@ def ask(server: Server, url: str) -> float:
     return time.perf_counter() - started_s
 
 
-def start(directory: Path, model: Path, address: str) -> dict[str, Server]:
-    """The servers, by way; those that encode by the connector's name."""
+def start(directory: Path, model: Path, address: str, limits: str) -> dict[str, Server]:
+    """The servers, by way; those that have a medium first by the way that they are first for."""
     ecd = {"ecd_address": address}
     files = directory / "files"
     files.mkdir()
 
     def server(name: str, connector: str | None, role: str, *flags: str) -> Server:
-        chosen = list(flags)
+        chosen = ["--limit-mm-per-prompt", limits, *flags]
         if connector is not None:
             transfer = {"ec_connector": connector, "ec_role": role}
             if connector == "EcdConnector":
@@ -98,8 +159,9 @@ def start(directory: Path, model: Path, address: str) -> dict[str, Server]:
 
     flags = ("--middleware", "ecd_client.vllm.ReuseMiddleware")
     return {
-        "EcdConnector": server("ecd-encoder", "EcdConnector", "ec_producer"),
-        "ECExampleConnector": server("example-encoder", "ECExampleConnector", "ec_producer"),
+        f"first, {MIDDLEWARE}": server("first", "EcdConnector", "ec_both", *flags),
+        f"first, {CONNECTOR}": server("ecd-encoder", "EcdConnector", "ec_producer"),
+        f"first, {EXAMPLE}": server("example-encoder", "ECExampleConnector", "ec_producer"),
         MIDDLEWARE: server("middleware", "EcdConnector", "ec_consumer", *flags),
         CONNECTOR: server("connector", "EcdConnector", "ec_consumer"),
         EXAMPLE: server("example", "ECExampleConnector", "ec_consumer"),
@@ -115,74 +177,86 @@ def had_for_ms(server: Server, content: list[dict], rounds: int) -> float:
     return median(server.had_for_s()[-rounds:]) * 1e3
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="Pictures.")] = 30,
-    size: Annotated[str, typer.Option(help="Of a picture.")] = "1008x756",
-    output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
-) -> None:
-    progress = Console(stderr=True)
+def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]], str]:
+    """The rows of one kind of media, and how long the middleware has its requests."""
     took: dict[str, list[float]] = defaultdict(list)
-    width, height = map(int, size.split("x"))
+    done: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         directory = Path(name)
         daemon, address = start_daemon(directory, "ecd", 512 * MIB)
         stack.callback(end_daemon, daemon)
-        progress.print("starting six servers ...")
-        model = make_model(VERSION, "qwen2_5_vl", directory / "model")
-        servers = start(directory, model, address)
+        progress.print(f"{kind.name}: starting seven servers ...")
+        model = make_model(VERSION, kind.model, directory / "model")
+        if kind.make is video:
+            said = map(str, (rounds + 2, RATE, FRAMES, *FRAME))
+            output_of(VERSION, "clips.py", str(directory), *said)
+        servers = start(directory, model, address, kind.limits)
         for server in servers.values():
             stack.callback(server.close)
         for server in servers.values():
             server.wait_ready()
-        encoders = [servers.pop(name) for name in ("EcdConnector", "ECExampleConnector")]
-        seen = dict.fromkeys(servers, 0)
+        first = [servers.pop(way) for way in list(servers) if way.startswith("first")]
         for number in range(rounds + 2):
-            progress.print(f"picture {number} ...")
-            url = picture((width, height), number)
-            for encoder in encoders:
-                status, body = encoder.chat(_shown(url), max_tokens=1)
+            progress.print(f"{kind.name} {number} ...")
+            part = kind.content(directory, number)
+            for server in first:
+                status, body = server.chat(part, max_tokens=1)
                 assert status == 200, body
             time.sleep(SAVE_S)
             for way in random.sample(list(servers), len(servers)):
-                before = servers[way].text().count("media are preprocessed")
+                before = work(servers[way])
                 time.sleep(SPINS_S)
-                took_s = ask(servers[way], url)
+                took_s = ask(servers[way], part)
                 if number >= 2:  # the first ones warm the servers up
                     took[way].append(took_s)
-                    after = servers[way].text().count("media are preprocessed")
-                    seen[way] += after - before
-        middleware, large = servers[MIDDLEWARE], _shown(noise_url(0))
-        assert encoders[0].chat(large, max_tokens=1)[0] == 200
-        time.sleep(SAVE_S)
+                    for at, now in enumerate(work(servers[way])):
+                        done[way][at] += now - before[at]
+        middleware = servers[MIDDLEWARE]
         words_ms = had_for_ms(middleware, [{"type": "text", "text": "what is what?"}], rounds)
-        before = middleware.text().count("media are preprocessed")
-        picture_ms = had_for_ms(middleware, large, rounds)
-        assert middleware.text().count("media are preprocessed") == before, "it was not held"
+        before, held = work(middleware), kind.content(directory, 0)
+        held_ms = had_for_ms(middleware, held, rounds)
+        assert work(middleware) == before, "it was not held"
     alone = took[CONNECTOR]
-    rows = [["", "first token", "ratio", "calls of the processor"]]
-    rows += [
+    rows = [
         [
+            kind.name if way == MIDDLEWARE else "",
             way,
             f"{median(took[way]) * 1e3:.1f} ms",
             f"{median(a / b for a, b in zip(took[way], alone, strict=True)):.2f}x",
-            f"{seen[way] / rounds:.0f}",
+            *(f"{count / rounds:.0f}" for count in done[way]),
         ]
         for way in (MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING)
     ]
-    report(
-        f"Time to the first token of a picture of {size} that another engine has encoded; medians "
-        f"of {rounds}. Ratios picture by picture, to the connector alone. The middleware has words "
-        f"alone for {words_ms:.3f} ms before vLLM, and a held picture of 1 MiB for "
-        f"{picture_ms:.1f} ms.",
-        rows,
-        output,
-        width=120,
-        where=f", vLLM {VERSION}",
+    nbytes = len(held[0][kind.part]["url"])
+    return rows, (
+        f"Before vLLM, the middleware of {kind.model} has words alone for {words_ms:.3f} ms, and "
+        f"{kind.name} ({nbytes / MIB:.2f} MiB in the request) for {held_ms:.1f} ms."
     )
 
 
-def _shown(url: str) -> list[dict]:
-    return [{"type": "image_url", "image_url": {"url": url}}]
+def main(
+    rounds: Annotated[int, typer.Option(help="Media of each kind.")] = 20,
+    kind: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(KINDS)}.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
+) -> None:
+    if unknown := {*(kind or ())} - KINDS.keys():
+        raise typer.BadParameter(f"no such kind: {', '.join(sorted(unknown))}")
+    progress = Console(stderr=True)
+    rows = [["", "", "first token", "ratio", "calls of the processor", "decodes"]]
+    had: Sequence[str] = []
+    for name in kind or KINDS:
+        more, said = measure(KINDS[name], rounds, progress)
+        rows += more
+        had = [*had, said]
+    report(
+        f"Time to the first token of media that another engine has encoded; medians of {rounds}. "
+        f"A picture has {SIZE[0]}x{SIZE[1]} pixels, a frame {FRAME[0]}x{FRAME[1]}. Ratios one by "
+        f"one, to the connector alone. Decodes are of videos and sounds. {' '.join(had)}",
+        rows,
+        output,
+        width=140,
+        where=f", vLLM {VERSION}",
+    )
 
 
 if __name__ == "__main__":
