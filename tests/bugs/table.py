@@ -1185,8 +1185,8 @@ EDITED = {
         "test_a_wrong_outline_is_not_taken_or_the_request_is_made_again",
         Edit(
             "client/ecd_client/vllm/middleware/requests.py",
-            "(outline.modality, outline.embeddings) != (kind, rows)",
-            "outline.modality != kind",
+            "self._metadata.fields_for(kind) and outline.embeddings == rows",
+            "self._metadata.fields_for(kind)",
         ),
     ),
     "outlines stay for requests that bring names alone": Bug(
@@ -1288,7 +1288,7 @@ EDITED = {
     "servers that register have no bound": Bug(
         "vllm-middleware",
         "unit/test_descriptions.py",
-        Edit("ecd/rpc/cache/engines.py", "len(self._registered) >= MAX_ENCODERS", "not session"),
+        Edit("ecd/rpc/cache/engines.py", "len(urls) >= MAX_ENCODERS", "not session"),
     ),
     "a server on all addresses is reached at none": Bug(
         "vllm-middleware",

@@ -40,6 +40,8 @@ from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.kinds import kinds_of
 from ecd_client.vllm.middleware.media import Found, Look, Medium
 from ecd_client.vllm.middleware.naming import Names
+from ecd_client.vllm.middleware.outline import Outline, Update
+from ecd_client.vllm.middleware.outlines import Outlines, updates_of
 from ecd_client.vllm.middleware.requests import _media
 from ecd_proto.placeholders import Placeholder
 from support.web import site
@@ -178,6 +180,20 @@ odd = [
     {"type": "input_image", "image_url": {"url": ""}},
 ]
 said["stay"] = [_media([{"content": [each]}, {"content": [video]}], kinds) is None for each in odd]
+
+# Two requests that mean different entries by one name have no outline of each other's.
+kept: list[Any] = []
+outlines = Outlines(lambda kind, data: None, lambda entry, outline: kept.append(entry))
+one, other = (Outline("image", (Update("replace", [5], [7] * n, None),)) for n in (1, 2))
+updates = updates_of(one, None, None)
+with outlines.giving({"n": one}), outlines.wanting({"n": ("space", "one")}):
+    said["outlines of one"] = [outlines.given("n") == one, outlines.given("m")]
+    outlines.note("n", None, updates)
+    with outlines.giving({"n": other}), outlines.wanting({"n": ("space", "other")}):
+        said["outlines of two"] = outlines.given("n")
+        outlines.note("n", None, updates)
+said["outlines kept"] = kept
+said["outlines of none"] = [outlines.given("n"), outlines.are_needed]
 
 # The bytes are those that vLLM decodes.
 media, contents = MediaConnector(), {}

@@ -82,6 +82,10 @@ def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
     for how in ("plain", "--media-io-kwargs"):
         assert said.pop(f"named as vLLM does: {how}") == dict.fromkeys(kinds, True)
     assert said.pop("stay") == [True] * 6
+    assert said.pop("outlines of one") == [True, None]
+    assert said.pop("outlines of two") is None
+    assert said.pop("outlines kept") == [["space", "one"]]
+    assert said.pop("outlines of none") == [None, False]
     assert all(said.pop(f"bytes: {kind}") for kind in kinds)
     assert said == {
         "names are stable": True,

@@ -115,7 +115,9 @@ def test_a_picture_that_a_client_has_named_keeps_that_name(fleet: Fleet) -> None
     assert "a picture's name" in fleet.daemon.names()
     assert fleet.worked(content) == NOTHING
     bare = [{"type": "image_url", "image_url": None, "uuid": "a picture's name"}, content[1]]
-    status, said = fleet.server.chat(bare)
+    elsewhere = fleet.pair[1]  # whose vLLM has never seen the picture
+    assert fleet.worked(content, elsewhere) == NOTHING
+    status, said = elsewhere.chat(bare)
     assert status != 200, f"no outline is left for others: {said}"
 
 

@@ -20,6 +20,7 @@ from ecd_client.vllm.middleware.outline import (
 from ecd_proto.placeholders import Placeholder
 
 VOCABULARY = 1000
+TIMED = Placeholder.of("video", {"video_grid_thw": [1, 2, 2], "timestamps": [0.5]})
 PICTURE = Outline("image", (Update("replace", [5], [7, 8, 8, 9], b"\0\1\1\0"),))
 
 
@@ -28,9 +29,8 @@ def stored(*said: Any) -> bytes:
 
 
 def test_an_outline_comes_back_as_it_was() -> None:
-    timed = Placeholder.of("video", {"video_grid_thw": [1, 2, 2], "timestamps": [0.5]})
     at_ends = Update("insert", "start", [4] * 576, None), Update("insert", "end", [3] * 576, None)
-    for outline in PICTURE, Outline("video", at_ends, timed):
+    for outline in PICTURE, Outline("video", at_ends), Outline("video", placeholder=TIMED):
         packed = outline.pack()
         assert packed is not None
         assert len(packed) < 150
@@ -62,7 +62,12 @@ def test_an_outline_comes_back_as_it_was() -> None:
             stored(1, "image", b"", [("insert", [5], [7], None), ("insert", [5], [7, 7], None)]),
             id="updates that differ",
         ),
-        pytest.param(stored(1, "image", b"?", [("replace", [5], [7], None)]), id="no metadata"),
+        pytest.param(stored(1, "image", b"?", []), id="no metadata"),
+        pytest.param(stored(1, "image", TIMED.packed, []), id="metadata of another kind"),
+        pytest.param(
+            stored(1, "video", TIMED.packed, [("replace", [5], [7], None)]),
+            id="tokens beside metadata from which they follow",
+        ),
         pytest.param(
             stored(1, "image", b"", [("replace", [5], [7] * (MAX_TOKENS + 1), None)]),
             id="more tokens than a context has",
@@ -89,6 +94,7 @@ def test_a_medium_with_an_outline_goes_on_as_its_name() -> None:
 
 
 def test_nobody_can_name_an_item_as_an_outline_is() -> None:
-    name = outline_name(stored_name("a", None))
+    name = outline_name(stored_name("a", None), "front end")
     assert stored_name(name, None) != name
-    assert outline_name(stored_name("a", "salt")) != name
+    assert outline_name(stored_name("a", "salt"), "front end") != name
+    assert outline_name(stored_name("a", None), "another") != name

@@ -43,7 +43,7 @@ from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
 from e2e.prompts import picture
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware.outline import Outline
-from ecd_client.vllm.middleware.outlines import Outlines, outline_of
+from ecd_client.vllm.middleware.outlines import Outlines
 from support.waiting import HANG_S, eventually
 
 TOKENS = 3
@@ -118,7 +118,7 @@ class Kept(Outlines):
     """Keeps the outlines of all items, packed, and takes each where an item has a name alone."""
 
     def __init__(self, metadata: PlaceholderMetadata) -> None:
-        super().__init__(metadata.of_outline)
+        super().__init__(metadata.of_outline, self._keep)
         self._metadata = metadata
         self._packed: dict[str, bytes] = {}
         self.latest: dict[str, list[str]] = {}
@@ -128,17 +128,17 @@ class Kept(Outlines):
     def are_needed(self) -> bool:
         return True
 
+    def _keep(self, entry: tuple[str, str], outline: Outline) -> None:
+        self._packed[entry[1]] = outline.pack()
+
     def note(self, name: str, item: Any, updates: Any) -> None:
         kind = updates[0].modality
         self.latest.setdefault(kind, []).append(name)
         metadata, fields = self._metadata, self._metadata.fields_for(kind)
-        if metadata.announces(kind) and "timestamps" not in fields:
-            return  # these do
-        with contextlib.suppress(ValueError):
-            if metadata.can_outline(kind):
-                outline = outline_of(updates, metadata.of_outline(kind, item))
-                if outline is not None:
-                    self._packed[name] = outline.pack()
+        by_metadata = metadata.announces(kind) and "timestamps" not in fields
+        if metadata.can_outline(kind) and not by_metadata and item is not None:
+            with self.wanting({name: ("", name)}):
+                super().note(name, item, updates)
 
     def given(self, name: str) -> Outline | None:
         packed = self._packed.get(name)
@@ -191,7 +191,7 @@ class Engine:
         call = InputProcessingContext.call_hf_processor
 
         def called(context: Any, processor: Any, data: Any, *arguments: Any, **named: Any) -> Any:
-            self.processed += any(data.get(key) for key in ("images", "videos", "audio"))
+            self.processed += any(key in data for key in ("images", "videos", "audio"))
             return call(context, processor, data, *arguments, **named)
 
         InputProcessingContext.call_hf_processor = called

@@ -52,6 +52,7 @@ __all__ = [
     "caches_as_vllm",
     "collect_ec_item_metadata",
     "fail_by_itself",
+    "is_mistrals",
     "media_budgets",
     "open_image",
     "reach_of_step",
@@ -163,9 +164,22 @@ def _in_lists(value: Any) -> Any:
     return None
 
 
+def is_mistrals(model_config: Any) -> bool:
+    """Whether the model's tokenizer is Mistral's own, which needs media to make a prompt."""
+    from vllm.tokenizers.registry import tokenizer_args_from_config  # since 0.32
+
+    return bool(tokenizer_args_from_config(model_config)[0] == "mistral")
+
+
 def caches_as_vllm(processor: type) -> bool:
-    """Whether a class of processors finds items in its cache as vLLM's own does."""
-    methods = "_cached_apply_hf_processor", "_get_cache_missing_items", "_merge_mm_kwargs"
+    """Whether a class of processors finds items in its cache as vLLM's own does.
+
+    Some make another item of a medium that does not come alone, or number items in a prompt.
+    """
+    methods = (
+        *("_cached_apply_hf_processor", "_get_cache_missing_items"),
+        *("_merge_mm_kwargs", "_recompute_cached_prompt_update"),
+    )
     return all(
         hasattr(BaseMultiModalProcessor, method)
         and getattr(processor, method) is getattr(BaseMultiModalProcessor, method)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from hashlib import sha256
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm
 from vllm.logger import init_logger
 
 from ecd_client.vllm.base.compat import (
@@ -15,6 +18,7 @@ from ecd_client.vllm.base.compat import (
     ReceiverCache,
     caches_as_vllm,
     collect_ec_item_metadata,
+    is_mistrals,
     strip_covered_mm_data,
 )
 from ecd_client.vllm.base.outputs import configs_in
@@ -134,6 +138,13 @@ class PlaceholderMetadata:
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
 
+    @functools.cached_property
+    def front_end(self) -> str:
+        """A digest of what makes prompts of media: vLLM, transformers, and the tokenizer."""
+        tokens = sorted(self._processor.info.get_tokenizer().get_vocab().items())
+        versions = vllm.__version__, version("transformers")
+        return sha256(repr((versions, tokens)).encode()).hexdigest()
+
     @property
     def media(self) -> dict[str, bool] | None:
         """The model's modalities, and whether the engine's limits let requests bring each.
@@ -222,27 +233,31 @@ class PlaceholderMetadata:
     def can_outline(self, modality: str) -> bool:
         """Whether an outline of an item (`middleware.outlines`) can take its place.
 
-        Not where positions follow from fields that are no metadata, nor where a model's processor
-        caches items in its own way, as some make another item of a medium that does not come alone.
-        Mistral's tokenizer needs the medium itself.
+        An item's positions follow from its tokens, or from fields that are metadata. Mistral's
+        tokenizer needs the medium itself.
         """
-        is_mistral = self._model_config.tokenizer_mode == "mistral"
-        if is_mistral or (self._places_by_fields() and not self.fields_for(modality)):
-            return False
+        follows = self.announces(modality) or not (
+            self._places_by_fields() or self.fields_for(modality)
+        )
         try:
-            return caches_as_vllm(type(self._processor))
+            return (
+                follows
+                and not self._is_pruned(modality)
+                and not is_mistrals(self._model_config)
+                and caches_as_vllm(type(self._processor))
+            )
         except Exception:  # the model's own code
             logger.warning("no outlines of %s", modality, exc_info=True)
             return False
 
     def of_outline(self, modality: str, data: Any) -> Placeholder | None:
-        """The fields of a processed item that its outline has. Raises ValueError: it has others."""
+        """The fields from which an item's place follows, if any. Raises ValueError: from others."""
         if not self.fields_for(modality):
             return None
         feature = SimpleNamespace(identifier="", modality=modality, data=data)
         placeholder = self.of_item(feature)
         if placeholder is None or not _is_all_said(feature, placeholder.fields):
-            raise ValueError(f"an item of {modality} has other fields than an outline can have")
+            raise ValueError("it has other fields than an outline can have")
         return placeholder
 
     def must_say(self, feature: Any) -> bool:

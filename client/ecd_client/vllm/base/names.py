@@ -33,9 +33,9 @@ def stored_name(name: str, salt: str | None) -> str:
     return _apart(_GUESSED, name) if name.startswith((SALTED, ALONE, OUTLINE)) else name
 
 
-def outline_name(stored: str) -> str:
-    """The mm_hash of the outline of the item that ecd has by this name."""
-    return _apart(OUTLINE, stored)
+def outline_name(stored: str, front_end: str) -> str:
+    """The mm_hash of the outline that such a front end makes of the item with this stored name."""
+    return _apart(OUTLINE, stored, front_end)
 
 
 def _apart(kind: str, name: str, salt: str = "") -> str:

@@ -2,8 +2,10 @@
 
 vLLM's server takes metadata in place of the media of few models. Of the others' it has to know how
 a medium stands in a prompt: which tokens take the place of which, and which of them get an
-embedding. `outlines` has vLLM say that once, and take it again. An outline is stored as an entry of
-its own: MessagePack, compressed by zlib.
+embedding. `outlines` has vLLM say that once, and take it again. Where these follow from fields of
+the item, as with the times of a video's frames, the fields are the outline: nobody else may say
+tokens from which positions follow. An outline is stored as an entry of its own: MessagePack,
+compressed by zlib.
 """
 
 from __future__ import annotations
@@ -65,18 +67,18 @@ _DECODER = msgspec.msgpack.Decoder(_Form)
 
 @dataclass(frozen=True)
 class Outline:
-    """How an item stands in a prompt, and the fields from which its positions follow, if any.
+    """How an item stands in a prompt.
 
-    vLLM applies one of the `updates`.
+    It has either `updates`, of which vLLM applies one, or the fields from which they follow.
     """
 
     modality: str
-    updates: tuple[Update, ...]
+    updates: tuple[Update, ...] = ()
     placeholder: Placeholder | None = None
 
     @property
     def embeddings(self) -> int:
-        """How many embeddings the item has. 0: its updates differ in that, or make no sense."""
+        """How many embeddings the updates have. 0: they differ in that, or make no sense."""
         counts = {update.embeddings for update in self.updates}
         return max(0, counts.pop()) if len(counts) == 1 else 0
 
@@ -102,9 +104,11 @@ class Outline:
             return None
         placeholder = Placeholder.unpack(said.metadata) if said.metadata else None
         outline = cls(said.modality, tuple(said.updates), placeholder)
+        if said.metadata:
+            is_whole = placeholder is not None and placeholder.modality == said.modality
+            return outline if is_whole and not said.updates else None
         is_sensible = (
-            bool(said.metadata) == (placeholder is not None)
-            and outline.embeddings > 0
+            outline.embeddings > 0
             and sum(len(update.full) for update in said.updates) <= MAX_TOKENS
             and all(0 <= token < vocabulary for update in said.updates for token in update.tokens())
         )

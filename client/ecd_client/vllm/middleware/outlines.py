@@ -2,6 +2,9 @@
 
 vLLM keeps what it has made of a medium in its cache of processed items, so that a request can bring
 the medium's name alone. What is kept in ecd is given to vLLM as if it came from that cache.
+
+vLLM names an item alike for all tenants. Two requests that mean different entries by one name get
+no outline.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.logger import init_logger
@@ -20,6 +23,7 @@ from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalKwargsItem,
+    MultiModalKwargsItems,
 )
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import (
@@ -30,12 +34,15 @@ from vllm.multimodal.processing.processor import (
     UpdateMode,
 )
 
+from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import caches_as_vllm
 from ecd_client.vllm.middleware.outline import Outline, Place, Update
 from ecd_proto.placeholders import Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
 
+Entry: TypeAlias = "tuple[str, str]"
+"""The namespace and the stored name of an item."""
 _PLACES = {"start": PromptIndexTargets.start, "end": PromptIndexTargets.end}
 
 
@@ -45,12 +52,21 @@ class Outlines:
     vLLM preprocesses on a thread of its own.
     """
 
-    def __init__(self, describe: Callable[[str, Any], Placeholder | None]) -> None:
-        """`describe` has the fields of a processed item of a modality that go into its outline."""
-        self._describe = describe
+    def __init__(
+        self,
+        describe: Callable[[str, Any], Placeholder | None],
+        store: Callable[[Entry, Outline], None],
+    ) -> None:
+        """`describe` has the fields of a processed item that say its place, None if none do.
+
+        `store` stores the outline of an entry.
+        """
+        self._describe, self._store = describe, store
         self._lock = Lock()
         self._given: dict[str, list[Outline]] = defaultdict(list)
-        self._wanted: dict[str, list[Callable[[Outline], None]]] = defaultdict(list)
+        self._wanted: dict[str, list[Entry]] = defaultdict(list)
+        self.impossible: dict[str, str] = {}
+        """Modalities of which an item had no outline, and why."""
 
     @contextmanager
     def giving(self, outlines: Mapping[str, Outline]) -> Iterator[None]:
@@ -59,9 +75,9 @@ class Outlines:
             yield
 
     @contextmanager
-    def wanting(self, take: Mapping[str, Callable[[Outline], None]]) -> Iterator[None]:
-        """Have outlines of items with these names taken, if vLLM preprocesses them."""
-        with _within(self._lock, self._wanted, take):
+    def wanting(self, entries: Mapping[str, Entry]) -> Iterator[None]:
+        """Have the outlines of items with these names stored, if vLLM preprocesses them."""
+        with _within(self._lock, self._wanted, entries):
             yield
 
     @property
@@ -70,22 +86,31 @@ class Outlines:
 
     def given(self, name: str) -> Outline | None:
         with self._lock:
-            return next(iter(self._given.get(name, ())), None)
+            outline: Outline | None = _only(self._given.get(name, ()))
+        return outline
 
     def note(self, name: str, item: Any, updates: Sequence[Any]) -> None:
-        """Take the outline of an item that vLLM has preprocessed, if somebody wants it."""
+        """Store the outline of an item that vLLM has preprocessed, if somebody wants it."""
         with self._lock:
-            takers = tuple(self._wanted.get(name, ()))
-        if not takers:
+            entry = _only(self._wanted.get(name, ()))
+        if entry is None or not updates:
             return
+        modality = updates[0].modality
         try:
-            said = self._describe(updates[0].modality, item) if updates else None
-            outline = outline_of(updates, said)
-            if outline is not None:
-                for take in takers:
-                    take(outline)
-        except Exception:  # the model's own code: the item is preprocessed again
-            logger.debug("ecd: no outline of an item", exc_info=True)
+            self._store(entry, self._outline(modality, item, updates))
+        except EcdError:
+            logger.debug("ecd: an outline is not stored", exc_info=True)
+        except Exception as error:  # the model's own code, too
+            if modality not in self.impossible:
+                self.impossible[modality] = str(error)
+                logger.warning("ecd: every %s is preprocessed each time: %s", modality, error)
+
+    def _outline(self, modality: str, item: Any, updates: Sequence[Any]) -> Outline:
+        """Raises ValueError: the item can have none."""
+        placeholder = self._describe(modality, item)
+        if placeholder is not None:
+            return Outline(modality, placeholder=placeholder)
+        return outline_of(updates)
 
     def install(self) -> None:
         """Have this process's processors take items from outlines, and give theirs."""
@@ -95,7 +120,7 @@ class Outlines:
         @functools.wraps(apply)
         def applied(processor: Any, inputs: Any, timing_ctx: Any) -> Any:
             if self.are_needed and caches_as_vllm(type(processor)):
-                inputs = replace(inputs, cache=_Cache(inputs.cache, self))
+                inputs = replace(inputs, cache=_Cache(inputs.cache, self, processor))
             return apply(processor, inputs, timing_ctx)
 
         @functools.wraps(find_missing)
@@ -133,8 +158,8 @@ def _within(lock: Lock, all_: dict[str, list[Any]], more: Mapping[str, Any]) -> 
 class _Cache:
     """vLLM's cache of processed items for one request, or none; with outlines in it."""
 
-    def __init__(self, cache: Any, outlines: Outlines) -> None:
-        self._cache, self._outlines = cache, outlines
+    def __init__(self, cache: Any, outlines: Outlines, processor: Any) -> None:
+        self._cache, self._outlines, self._processor = cache, outlines, processor
         self._light: dict[str, Outline] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -160,7 +185,8 @@ class _Cache:
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
         outline = self._light.get(mm_hash)
         if outline is not None:
-            return item_of(outline), updates_of(outline)
+            item = item_of(outline)
+            return item, updates_of(outline, item, self._processor)
         taken = mm_item
         if self._cache is not None:
             taken = self._cache.get_and_update_item(mm_item, mm_hash)
@@ -168,20 +194,20 @@ class _Cache:
         return taken
 
 
-def outline_of(updates: Sequence[Any], placeholder: Placeholder | None) -> Outline | None:
-    """The outline that vLLM's updates for one item say. None: it cannot be said."""
+def outline_of(updates: Sequence[Any]) -> Outline:
+    """The outline that vLLM's updates for one item say. Raises ValueError: it cannot be said."""
     said = []
     for update in updates:
         target, content = _target_said(update.target), update.content
         if target is None or not isinstance(content.full, list):
-            return None
+            raise ValueError("its place in a prompt cannot be written down")
         embeds = content.is_embed
         mask = None if embeds is None else bytes(embeds(content.full).to(torch.uint8).tolist())
         said.append(Update(update.mode.value, target, content.full, mask))
-    if not said:
-        return None
-    outline = Outline(updates[0].modality, tuple(said), placeholder)
-    return outline if outline.embeddings else None
+    outline = Outline(updates[0].modality, tuple(said))
+    if not outline.embeddings:
+        raise ValueError("how many embeddings it has depends on the prompt")
+    return outline
 
 
 def item_of(outline: Outline) -> Any:
@@ -190,17 +216,28 @@ def item_of(outline: Outline) -> Any:
     on_cpu = MultiModalBatchedField(keep_on_cpu=True)
     return MultiModalKwargsItem(
         {
-            name: MultiModalFieldElem(data=torch.tensor(value), field=on_cpu)
+            name: MultiModalFieldElem(data=_as_said(value), field=on_cpu)
             for name, value in fields.items()
         }
     )
 
 
-def updates_of(outline: Outline) -> list[Any]:
+def _as_said(value: list[Any]) -> torch.Tensor:
+    """A field as vLLM's server has it of metadata in JSON."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value[0], float) else torch.int64)
+
+
+def updates_of(outline: Outline, item: Any, processor: Any) -> list[Any]:
     """vLLM's updates for the item, which gives them the item's index."""
+    kind = outline.modality
+    if outline.placeholder is not None:
+        items = processor.info.parse_mm_data({kind: [None]}, validate=False)
+        all_ = processor._get_mm_prompt_updates(items, {}, MultiModalKwargsItems({kind: [item]}))
+        [updates] = all_[kind]
+        return list(updates)
     return [
         ResolvedPromptUpdate(
-            modality=outline.modality,
+            modality=kind,
             item_idx=0,
             mode=UpdateMode(update.mode),
             target=_target(update.target),
@@ -208,6 +245,11 @@ def updates_of(outline: Outline) -> list[Any]:
         )
         for update in outline.updates
     ]
+
+
+def _only(values: Sequence[Any]) -> Any:
+    """The value, if all are the same; else None."""
+    return values[0] if values and all(value == values[0] for value in values) else None
 
 
 def _target_said(target: Any) -> list[int] | Place | None:

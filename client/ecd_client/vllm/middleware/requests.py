@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +46,11 @@ logger = init_logger(f"vllm.{__name__}")
 
 MAX_MEDIA = 64
 """Most media that are looked up for one request."""
-OUTLINE_COST_S = 0.01
-"""What an outline saves each time, about: a processor's work on a medium."""
+OUTLINE_COST_S = 0.001
+"""The cost of an outline: that of an embedding, byte by byte, so that neither long outlives the
+other."""
+_OUTLINES = b'\x01{"outline":{"bytes":[1]}}'
+"""An outline's metadata: the daemon learns the costs of each modality apart."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
 URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
@@ -88,7 +90,7 @@ class Requests:
         self._models, self._metadata, self._names = models, metadata, names
         self._only_encodes, self._has_encoder, self._has_hop = only_encodes, has_encoder, has_hop
         self._outlined, self._vocabulary = outlined, model_config.get_vocab_size()
-        self._outlines = Outlines(metadata.of_outline)
+        self._outlines = Outlines(metadata.of_outline, self._keep)
         if outlined:
             self._outlines.install()
         multimodal = model_config.multimodal_config
@@ -127,17 +129,17 @@ class Requests:
 
     def keeping_outlines(self, look: Look) -> AbstractContextManager[None]:
         """While vLLM has a request with media: store the outlines that ecd lacks."""
-        return self._outlines.wanting(
-            {name: partial(self._keep, *where) for name, where in look.without_outline.items()}
-        )
+        return self._outlines.wanting(look.without_outline)
 
-    def _keep(self, namespace: str, stored: str, outline: Outline) -> None:
+    def _keep(self, entry: tuple[str, str], outline: Outline) -> None:
         if packed := outline.pack():
+            namespace, stored = entry
             self._client.put_async(
-                outline_name(stored),
+                self._outline_name(stored),
                 torch.frombuffer(bytearray(packed), dtype=torch.uint8),
                 namespace=namespace,
                 cost=OUTLINE_COST_S,
+                metadata=_OUTLINES,
             )
 
     def release(self, look: Look) -> None:
@@ -159,8 +161,9 @@ class Requests:
         if not isinstance(next(iter(conversations), None), list):
             conversations = [conversations]
         media: list[Medium] = []
+        kinds = self._limits.keys() - self._outlines.impossible
         for messages in conversations:  # those of a batch
-            found = _media(messages, self._limits)
+            found = _media(messages, kinds)
             counts = Counter(medium.kind for medium in found or ())
             if found is None or any(n > self._limits[kind] for kind, n in counts.items()):
                 return
@@ -197,7 +200,9 @@ class Requests:
                     look.missing.append(missing)
                 else:
                     break
-        is_mixed = len({isinstance(found.said, Placeholder) for found in look.found}) > 1
+        # vLLM takes media by their names alone only where it gets no metadata.
+        by_metadata = {isinstance(found.said, Placeholder) for found in look.found}
+        is_mixed = len(by_metadata | {True for _ in look.missing}) > 1
         if len(look.found) + len(look.missing) < len(look.media) or is_mixed:
             look.close()
         elif not any(medium.is_chosen for medium in look.media):
@@ -238,48 +243,57 @@ class Requests:
         self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
     ) -> Found | None:
         """The medium that is `stored` under this name, if it is here or comes until then."""
-        item = self._get(namespace, stored, nodes, until_s)
+        item, was_here = self._get(namespace, stored, nodes, until_s)
         if item is None:
             return None
-        kind, rows = medium.kind, item.shape[0] if item.shape else 0
+        kind = medium.kind
         said: Placeholder | Outline | None = None
         if kind not in self._outlined:
             claimed = Placeholder.unpack(item.metadata)
-            if claimed is not None and claimed.modality == kind and rows:
-                said = self._metadata.checked(kind, claimed.fields, rows)
+            if claimed is not None and claimed.modality == kind and item.shape:
+                said = self._metadata.checked(kind, claimed.fields, item.shape[0])
         elif self._only_encodes and not self._metadata.fields_for(kind):
             return Found(medium, item, None)
-        else:
-            said = self._outline(namespace, stored, kind, rows, nodes, until_s)
+        elif item.shape:  # an outline comes from where its entry has come from
+            said = self._outline(item, kind, nodes, 0.0 if was_here else until_s)
         if said is not None:
             return Found(medium, item, said)
         item.close()
         return None
 
-    def _outline(
-        self, namespace: str, stored: str, kind: str, rows: int, nodes: Any, until_s: float
-    ) -> Outline | None:
-        """The outline of an entry with so many rows, if it is here or comes until then."""
-        entry = self._get(namespace, outline_name(stored), nodes, until_s)
+    def _outline(self, item: Item, kind: str, nodes: Any, until_s: float) -> Outline | None:
+        """The outline of an entry that can be its, if it is here or comes until then."""
+        entry, _ = self._get(item.namespace, self._outline_name(item.mm_hash), nodes, until_s)
         if entry is None:
             return None
         with entry:
             outline = Outline.unpack(bytes(entry.view), self._vocabulary)
-        if outline is None or (outline.modality, outline.embeddings) != (kind, rows):
+        if outline is None or outline.modality != kind:
             return None
-        said = outline.placeholder
+        rows, said = item.shape[0], outline.placeholder
         if said is None:
-            return None if self._metadata.fields_for(kind) else outline
-        is_right = self._metadata.checked(kind, said.fields, rows) == said
-        return outline if is_right else None
+            is_its = not self._metadata.fields_for(kind) and outline.embeddings == rows
+        else:
+            is_its = said.is_of(item.metadata) and bool(
+                self._metadata.checked(kind, said.fields, rows)
+            )
+        return outline if is_its else None
 
-    def _get(self, namespace: str, stored: str, nodes: Any, until_s: float) -> Item | None:
-        """The entry of this name, if it is here or comes until then."""
+    def _outline_name(self, stored: str) -> str:
+        return outline_name(stored, self._metadata.front_end)
+
+    def _get(
+        self, namespace: str, stored: str, nodes: Any, until_s: float
+    ) -> tuple[Item | None, bool]:
+        """The entry of this name, if it is here or comes until then, and whether it was here."""
         item, may_come = self._client.get_now(stored, namespace=namespace, is_use=False)
         left_s = until_s - clock.now_s()
-        if item is None and (may_come or nodes) and left_s > 0:
-            item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False)
-        return item
+        if item is not None or not (may_come or nodes) or left_s <= 0:
+            return item, item is not None
+        return (
+            self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False),
+            False,
+        )
 
 
 def _media(messages: list[dict[str, Any]], kinds: Collection[str]) -> list[Medium] | None:
