@@ -257,6 +257,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
 	$(BIN)/python benchmarks/repeated.py --output docs/benchmarks/repeated.md
+	$(BIN)/python benchmarks/serve.py --output docs/benchmarks/serve.md
 	$(BIN)/python benchmarks/connector.py --output docs/benchmarks/connector.md
 	$(BIN)/python benchmarks/growth.py --output docs/benchmarks/growth.md
 	$(BIN)/python benchmarks/evicting.py --output docs/benchmarks/evicting.md

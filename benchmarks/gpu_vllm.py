@@ -78,7 +78,7 @@ WAYS = {
 
 def vllm() -> list[Row]:
     """All engines answer alike, and each loads what it does not encode itself; their times."""
-    python = _python_of_vllm()
+    python = python_of_vllm()
     if python is None:
         return [Row("vLLM", "left out: no vLLM for CUDA in this environment or .venvs")]
     sys.path.append(str(ROOT / "tests"))
@@ -199,7 +199,8 @@ def _ask(engine: Any, seed: int, is_cached: bool) -> dict[str, Any]:
     return engine.generate([_request(seed)], max_tokens=1)
 
 
-def _python_of_vllm() -> Path | None:
+def python_of_vllm() -> Path | None:
+    """The Python of an environment that has a vLLM for CUDA."""
     ask = "from vllm.platforms import current_platform as p; raise SystemExit(not p.is_cuda())"
     for python in (Path(sys.executable), ROOT / f".venvs/vllm-{VERSION}/bin/python"):
         if (
