@@ -1189,6 +1189,24 @@ EDITED = {
             "self._metadata.fields_for(kind)",
         ),
     ),
+    "a request takes the outline that another means by its name": Bug(
+        "vllm",
+        "e2e/test_metadata.py::test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine",
+        Edit(
+            "client/ecd_client/vllm/middleware/outlines.py",
+            "return values[0] if values and all(value == values[0] for value in values) else None",
+            "return values[0] if values else None",
+        ),
+    ),
+    "an outline rounds the times of a video": Bug(
+        "vllm",
+        "e2e/models/test_architectures.py::test_an_architecture[qwen3_vl]",
+        Edit(
+            "client/ecd_client/vllm/middleware/outlines.py",
+            "torch.float64 if isinstance",
+            "torch.float32 if isinstance",
+        ),
+    ),
     "outlines stay for requests that bring names alone": Bug(
         "vllm",
         "e2e/test_reuse_outlines.py::test_a_picture_that_a_client_has_named_keeps_that_name",

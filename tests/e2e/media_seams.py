@@ -27,6 +27,7 @@ from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.media import MediaConnector
 from vllm.multimodal.parse import parse_mm_uuids
+from vllm.multimodal.processing import PromptIndexTargets
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.chat_utils import parse_chat_messages
 
@@ -193,6 +194,20 @@ with outlines.giving({"n": one}), outlines.wanting({"n": ("space", "one")}):
         said["outlines of two"] = outlines.given("n")
         outlines.note("n", None, updates)
 said["outlines kept"] = kept
+away = PromptIndexTargets.prefix([1])
+with outlines.wanting({"n": ("space", "one")}):
+    outlines.note("n", None, [update.with_target(away) for update in updates])
+said["no outlines of"] = sorted(outlines.impossible)
+
+
+def has_other_fields(kind: str, data: Any) -> Any:
+    raise ValueError(kind)
+
+
+of_others = Outlines(has_other_fields, lambda entry, outline: kept.append(entry))
+with of_others.wanting({"n": ("space", "one")}):
+    of_others.note("n", None, updates)
+said["one item without"] = sorted(of_others.impossible)
 said["outlines of none"] = [outlines.given("n"), outlines.are_needed]
 
 # The bytes are those that vLLM decodes.

@@ -86,6 +86,8 @@ def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
     assert said.pop("outlines of two") is None
     assert said.pop("outlines kept") == [["space", "one"]]
     assert said.pop("outlines of none") == [None, False]
+    assert said.pop("no outlines of") == ["image"]
+    assert said.pop("one item without") == []
     assert all(said.pop(f"bytes: {kind}") for kind in kinds)
     assert said == {
         "names are stable": True,

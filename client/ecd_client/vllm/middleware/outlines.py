@@ -34,7 +34,6 @@ from vllm.multimodal.processing.processor import (
     UpdateMode,
 )
 
-from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import caches_as_vllm
 from ecd_client.vllm.middleware.outline import Outline, Place, Update
 from ecd_proto.placeholders import Placeholder
@@ -44,6 +43,10 @@ logger = init_logger(f"vllm.{__name__}")
 Entry: TypeAlias = "tuple[str, str]"
 """The namespace and the stored name of an item."""
 _PLACES = {"start": PromptIndexTargets.start, "end": PromptIndexTargets.end}
+
+
+class Unwritable(ValueError):
+    """Why items of this kind have no outline."""
 
 
 class Outlines:
@@ -65,8 +68,8 @@ class Outlines:
         self._lock = Lock()
         self._given: dict[str, list[Outline]] = defaultdict(list)
         self._wanted: dict[str, list[Entry]] = defaultdict(list)
-        self.impossible: dict[str, str] = {}
-        """Modalities of which an item had no outline, and why."""
+        self.impossible: set[str] = set()
+        """Modalities whose items have no outline, as one has shown."""
 
     @contextmanager
     def giving(self, outlines: Mapping[str, Outline]) -> Iterator[None]:
@@ -90,27 +93,28 @@ class Outlines:
         return outline
 
     def note(self, name: str, item: Any, updates: Sequence[Any]) -> None:
-        """Store the outline of an item that vLLM has preprocessed, if somebody wants it."""
+        """Store the outline of an item that vLLM has preprocessed, if somebody wants it.
+
+        The `item` is None where vLLM has it elsewhere.
+        """
         with self._lock:
             entry = _only(self._wanted.get(name, ()))
         if entry is None or not updates:
             return
         modality = updates[0].modality
         try:
-            self._store(entry, self._outline(modality, item, updates))
-        except EcdError:
-            logger.debug("ecd: an outline is not stored", exc_info=True)
-        except Exception as error:  # the model's own code, too
+            placeholder = self._describe(modality, item)
+            if placeholder is None:
+                outline = outline_of(updates)
+            else:
+                outline = Outline(modality, placeholder=placeholder)
+            self._store(entry, outline)
+        except Unwritable as error:
             if modality not in self.impossible:
-                self.impossible[modality] = str(error)
+                self.impossible.add(modality)
                 logger.warning("ecd: every %s is preprocessed each time: %s", modality, error)
-
-    def _outline(self, modality: str, item: Any, updates: Sequence[Any]) -> Outline:
-        """Raises ValueError: the item can have none."""
-        placeholder = self._describe(modality, item)
-        if placeholder is not None:
-            return Outline(modality, placeholder=placeholder)
-        return outline_of(updates)
+        except Exception:  # the model's own code, too: this item is preprocessed again
+            logger.debug("ecd: an outline is not stored", exc_info=True)
 
     def install(self) -> None:
         """Have this process's processors take items from outlines, and give theirs."""
@@ -190,23 +194,24 @@ class _Cache:
         taken = mm_item
         if self._cache is not None:
             taken = self._cache.get_and_update_item(mm_item, mm_hash)
-        self._outlines.note(mm_hash, *(mm_item or taken))
+        item, updates = mm_item or (None, taken[1])
+        self._outlines.note(mm_hash, item, updates)
         return taken
 
 
 def outline_of(updates: Sequence[Any]) -> Outline:
-    """The outline that vLLM's updates for one item say. Raises ValueError: it cannot be said."""
+    """The outline that vLLM's updates for one item say. Raises Unwritable."""
     said = []
     for update in updates:
         target, content = _target_said(update.target), update.content
         if target is None or not isinstance(content.full, list):
-            raise ValueError("its place in a prompt cannot be written down")
+            raise Unwritable("its place in a prompt cannot be written down")
         embeds = content.is_embed
         mask = None if embeds is None else bytes(embeds(content.full).to(torch.uint8).tolist())
         said.append(Update(update.mode.value, target, content.full, mask))
     outline = Outline(updates[0].modality, tuple(said))
     if not outline.embeddings:
-        raise ValueError("how many embeddings it has depends on the prompt")
+        raise Unwritable("how many embeddings it has depends on the prompt")
     return outline
 
 
