@@ -51,6 +51,7 @@ MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING = (
 SIZE = 1008, 756
 FRAMES, RATE, FRAME = 16, 2.0, (448, 336)
 SOUND_S, SAMPLES = 30, 16_000
+READY = "that are stored are not preprocessed"
 SAVE_S = 0.3
 """Between the encoders' answers and the first question: no save is waited for."""
 SPINS_S = 1.2
@@ -195,6 +196,9 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
             stack.callback(server.close)
         for server in servers.values():
             server.wait_ready()
+        for way, server in servers.items():
+            while way.endswith(MIDDLEWARE) and READY not in server.text():
+                time.sleep(0.1)
         first = [servers.pop(way) for way in list(servers) if way.startswith("first")]
         for number in range(rounds + 2):
             progress.print(f"{kind.name} {number} ...")
@@ -213,7 +217,7 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
                         done[way][at] += now - before[at]
         middleware = servers[MIDDLEWARE]
         words_ms = had_for_ms(middleware, [{"type": "text", "text": "what is what?"}], rounds)
-        before, held = work(middleware), kind.content(directory, 0)
+        before, held = work(middleware), kind.content(directory, rounds + 1)
         held_ms = had_for_ms(middleware, held, rounds)
         assert work(middleware) == before, "it was not held"
     alone = took[CONNECTOR]
