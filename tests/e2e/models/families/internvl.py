@@ -94,7 +94,7 @@ def h2ovl(to: Checkpoint) -> None:
     chat(to, "h2ovl_chat", *tokens, use_msac=False)
 
 
-@architecture("InternVL", "NVLM_D", "image")
+@architecture("InternVL", "NVLM_D", "image", by_outline="image")
 def nvlm_d(to: Checkpoint) -> None:
     tiles = [f"<tile_{n}>" for n in range(1, 8)]
     tokens = "<Image>", "</Image>", "<|vision_pad|>", "<tile_global_thumbnail>", *tiles

@@ -148,7 +148,7 @@ def mistral3(to: Checkpoint) -> None:
     to.config(config)
 
 
-@architecture("Pixtral", "LightOnOCRForConditionalGeneration", "image")
+@architecture("Pixtral", "LightOnOCRForConditionalGeneration", "image", by_outline="image")
 def lighton_ocr(to: Checkpoint) -> None:
     from transformers import Mistral3Config
 
@@ -246,7 +246,7 @@ def blip2(to: Checkpoint) -> None:
     processor.save_pretrained(to.directory)
 
 
-@architecture("Aria", "AriaForConditionalGeneration", "image")
+@architecture("Aria", "AriaForConditionalGeneration", "image", by_outline="image")
 def aria(to: Checkpoint) -> None:
     from transformers import AriaConfig, AriaImageProcessor, AriaProcessor
 
@@ -263,7 +263,7 @@ def aria(to: Checkpoint) -> None:
     AriaProcessor(images, tokens).save_pretrained(to.directory)
 
 
-@architecture("Granite", "Granite4VisionForConditionalGeneration", "image")
+@architecture("Granite", "Granite4VisionForConditionalGeneration", "image", by_outline="image")
 def granite4_vision(to: Checkpoint) -> None:
     from transformers import (
         Granite4VisionConfig,
@@ -294,7 +294,7 @@ def granite4_vision(to: Checkpoint) -> None:
     Granite4VisionProcessor(images, tokens, patch_size=14, **more).save_pretrained(to.directory)
 
 
-@architecture("Cohere", "Cohere2VisionForConditionalGeneration", "image")
+@architecture("Cohere", "Cohere2VisionForConditionalGeneration", "image", by_outline="image")
 def cohere2_vision(to: Checkpoint) -> None:
     from transformers import (
         Cohere2VisionConfig,
@@ -324,7 +324,7 @@ def cohere2_vision(to: Checkpoint) -> None:
 DIMS = {"conv_dim": 64, "block_dim": 64, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0}
 
 
-@architecture("LFM", "Lfm2VlForConditionalGeneration", "image")
+@architecture("LFM", "Lfm2VlForConditionalGeneration", "image", by_outline="image")
 def lfm2_vl(to: Checkpoint) -> None:
     from transformers import Lfm2VlConfig, Lfm2VlImageProcessor, Lfm2VlProcessor
 
@@ -351,7 +351,7 @@ def lfm2_vl(to: Checkpoint) -> None:
     Lfm2VlProcessor(images, tokens).save_pretrained(to.directory)
 
 
-@architecture("Ovis", "Ovis", "image", encoder="ec_both")
+@architecture("Ovis", "Ovis", "image", encoder="ec_both", by_outline="image")
 def ovis2(to: Checkpoint) -> None:
     from transformers import SiglipImageProcessor
 

@@ -76,7 +76,7 @@ def ultravox(to: Checkpoint) -> None:
     to.json("processor_config", processor_class="UltravoxProcessor")
 
 
-@architecture("GLM", "GlmAsrForConditionalGeneration", "audio")
+@architecture("GLM", "GlmAsrForConditionalGeneration", "audio", by_outline="audio")
 def glm_asr(to: Checkpoint) -> None:
     from transformers import GlmAsrConfig, GlmAsrProcessor, WhisperFeatureExtractor
 
@@ -96,7 +96,12 @@ def glm_asr(to: Checkpoint) -> None:
 
 
 @architecture(
-    "Granite", "GraniteSpeechForConditionalGeneration", "audio", most={"audio": 1}, needs_more=True
+    "Granite",
+    "GraniteSpeechForConditionalGeneration",
+    "audio",
+    most={"audio": 1},
+    needs_more=True,
+    by_outline="audio",
 )
 def granite_speech(to: Checkpoint) -> None:
     from transformers import (
