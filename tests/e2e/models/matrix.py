@@ -134,9 +134,8 @@ class Kept(Outlines):
     def note(self, name: str, item: Any, updates: Any) -> None:
         kind = updates[0].modality
         self.latest.setdefault(kind, []).append(name)
-        metadata, fields = self._metadata, self._metadata.fields_for(kind)
-        by_metadata = metadata.announces(kind) and "timestamps" not in fields
-        if metadata.can_outline(kind) and not by_metadata and item is not None:
+        has_outlines = self._metadata.can_outline(kind) and not self._metadata.fits_entry(kind)
+        if has_outlines and item is not None:
             with self.wanting({name: ("", name)}):
                 super().note(name, item, updates)
 

@@ -34,7 +34,7 @@ ENCODERS_OWN = {
 }
 """Fields of processed items that only the model's encoder reads."""
 AUDIO_IN_VIDEO = "use_audio_in_video"
-GRID = "_grid_thw"
+GRID, TIMES = "_grid_thw", "timestamps"
 ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
 """Fields that some items have, and the value that models assume for items without the field."""
 
@@ -138,7 +138,6 @@ class PlaceholderMetadata:
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
 
-    @functools.cached_property
     def front_end(self) -> str:
         """A digest of what makes prompts of media: vLLM, transformers, and the tokenizer."""
         tokens = sorted(self._processor.info.get_tokenizer().get_vocab().items())
@@ -229,6 +228,10 @@ class PlaceholderMetadata:
         if must_stay and not placeholder.fields.keys() <= stay:
             return None
         return placeholder
+
+    def fits_entry(self, modality: str) -> bool:
+        """Whether entries carry all metadata of such items: the times of frames are too long."""
+        return self.announces(modality) and TIMES not in self.fields_for(modality)
 
     def can_outline(self, modality: str) -> bool:
         """Whether an outline of an item (`middleware.outlines`) can take its place.

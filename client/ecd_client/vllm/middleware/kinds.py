@@ -12,8 +12,8 @@ from ecd_client.vllm.middleware.media import AUDIO, IMAGE, VIDEO
 from ecd_client.vllm.middleware.naming import Names
 
 _WORDS = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "audio clips"}
-_TIMES, _RATE = "timestamps", "second_per_grid_ts"
-"""Metadata of videos that no entry of a video carries: they are too long, or no whole numbers."""
+_RATE = "second_per_grid_ts"
+"""Metadata of videos that nothing carries: they are no whole numbers."""
 
 
 def kinds_of(
@@ -38,7 +38,7 @@ def kinds_of(
             left_out[kind] = "the model needs the times of their frames, which no entry carries"
         elif names.has_io_kwargs(kind) and (kind == IMAGE or only_encodes):
             left_out[kind] = "--media-io-kwargs change their names"
-        elif metadata.announces(kind) and _TIMES not in metadata.fields_for(kind):
+        elif metadata.fits_entry(kind):
             looked_up.append(kind)
         elif not metadata.can_outline(kind):
             left_out[kind] = "nothing that the model takes can stand in their place"

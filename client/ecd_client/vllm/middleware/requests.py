@@ -49,8 +49,9 @@ MAX_MEDIA = 64
 OUTLINE_COST_S = 0.001
 """The cost of an outline: that of an embedding, byte by byte, so that neither long outlives the
 other."""
-_OUTLINES = b'\x01{"outline":{"bytes":[1]}}'
-"""An outline's metadata: the daemon learns the costs of each modality apart."""
+_OUTLINE = Placeholder.of("outline", {"bytes": [1]})
+_OUTLINE_METADATA = b"" if _OUTLINE is None else _OUTLINE.packed
+"""The metadata of outlines: the daemon learns the costs of each modality apart."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
 URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
@@ -92,6 +93,7 @@ class Requests:
         self._outlined, self._vocabulary = outlined, model_config.get_vocab_size()
         self._outlines = Outlines(metadata.of_outline, self._keep)
         if outlined:
+            self._front_end = metadata.front_end()
             self._outlines.install()
         multimodal = model_config.multimodal_config
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
@@ -139,7 +141,7 @@ class Requests:
                 torch.frombuffer(bytearray(packed), dtype=torch.uint8),
                 namespace=namespace,
                 cost=OUTLINE_COST_S,
-                metadata=_OUTLINES,
+                metadata=_OUTLINE_METADATA,
             )
 
     def release(self, look: Look) -> None:
@@ -201,8 +203,9 @@ class Requests:
                 else:
                     break
         # vLLM takes media by their names alone only where it gets no metadata.
-        by_metadata = {isinstance(found.said, Placeholder) for found in look.found}
-        is_mixed = len(by_metadata | {True for _ in look.missing}) > 1
+        by_metadata = [isinstance(found.said, Placeholder) for found in look.found]
+        by_metadata += [True] * len(look.missing)
+        is_mixed = any(by_metadata) and not all(by_metadata)
         if len(look.found) + len(look.missing) < len(look.media) or is_mixed:
             look.close()
         elif not any(medium.is_chosen for medium in look.media):
@@ -280,7 +283,7 @@ class Requests:
         return outline if is_its else None
 
     def _outline_name(self, stored: str) -> str:
-        return outline_name(stored, self._metadata.front_end)
+        return outline_name(stored, self._front_end)
 
     def _get(
         self, namespace: str, stored: str, nodes: Any, until_s: float
