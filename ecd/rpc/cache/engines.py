@@ -40,11 +40,11 @@ class Engines:
 
     def register(self, session: SessionId, encoder: RegisteredEncoder) -> bool:
         """Store where an engine's API server is reached. False: there are too many."""
-        urls = {(each.engine, each.url) for each, _ in self._registered.values()}
-        new = (encoder.engine, encoder.reached_at(self._host).url) not in urls
-        if session not in self._registered and new and len(urls) >= MAX_ENCODERS:
-            return False
         known, now_s = encoder.reached_at(self._host), self._clock.now_s()
+        if session not in self._registered:
+            urls = {(each.engine, each.url) for each, _ in self._registered.values()}
+            if (known.engine, known.url) not in urls and len(urls) >= MAX_ENCODERS:
+                return False
         before, since_s = self._registered.get(session, (known, now_s))
         self._registered[session] = known, since_s if before.url == known.url else now_s
         return True
@@ -61,19 +61,17 @@ class Engines:
             engine = storing.get(encoder.engine)
             if engine is None:
                 continue
-            first = found.setdefault(
-                (encoder.engine, encoder.url),
-                replace(
-                    encoder,
-                    namespace=engine.namespace,
-                    loads=engine.loads,
-                    age_s=now_s - since_s,
-                    node="",
-                    active=0,
-                ),
+            server = encoder.engine, encoder.url
+            if first := found.get(server):
+                found[server] = replace(first, active=first.active + encoder.active)
+                continue
+            found[server] = replace(
+                encoder,
+                namespace=engine.namespace,
+                loads=engine.loads,
+                age_s=now_s - since_s,
+                node="",
             )
-            active = first.active + encoder.active
-            found[encoder.engine, encoder.url] = replace(first, active=active)
         return list(found.values())
 
     def statuses(self) -> list[pb.EngineStatus]:
