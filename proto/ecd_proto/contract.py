@@ -124,7 +124,7 @@ def size_text(nbytes: float) -> str:
 
 
 def too_large(namespace: str, pool_bytes: int, quota_bytes: int) -> str:
-    """The bound that an entry exceeds, its namespace's quota if that is not 0, and what to do."""
+    """Why an entry can never be stored, and advice: the quota if it is not 0, else the pool."""
     if quota_bytes:
         quota = f"the quota of '{shown(namespace)}' is {size_text(quota_bytes)}"
         return f"{quota}: raise ECD_NAMESPACE_QUOTAS"
@@ -132,7 +132,7 @@ def too_large(namespace: str, pool_bytes: int, quota_bytes: int) -> str:
 
 
 def pool_full(namespace: str, held_bytes: int, largest_free_bytes: int, quota_bytes: int) -> str:
-    """What fills the pool, or its namespace's quota if that is not 0, and what to do."""
+    """Why an entry cannot be stored now, and advice: the quota if it is not 0, else the pool."""
     held, setting = f"{size_text(held_bytes)} are", "ECD_HOST_POOL_BYTES"
     free = f", the largest free piece has {size_text(largest_free_bytes)}"
     if quota_bytes:
