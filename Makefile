@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Of torch and vLLM a small part is ever imported, and compiled then.
 INSTALL := pip install -q --no-compile
+# Images set it. A run of the tests starts thousands of processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 .PHONY: help
