@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import re
+import selectors
 import socket
 import sys
 import threading
@@ -35,6 +36,8 @@ SILENCE_S = 10.0
 """How long a client may be silent within its request."""
 WHOLE_S = 30.0
 """How long one connection may last: a client that sends a byte at a time is never silent."""
+LOOK_S = 0.5
+"""How often the port looks for connections that have lasted too long."""
 FULL = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n\r\n"
     b'{"error": "too many connections to this port: ask again"}'
@@ -161,6 +164,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     request_queue_size = BACKLOG
+    timeout = 0  # of handle_request, which is called when there is one
 
     def __init__(self, host: str, port: int, refused: Callable[[], None], clock: Clock) -> None:
         """Bind. `refused` is called for each refused connection. Raises OSError."""
@@ -172,16 +176,28 @@ class HttpPort(ThreadingMixIn, WSGIServer):
         self._until_s: dict[Any, float] = {}
         """When each connection ends at the latest."""
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
         super().__init__(found[4], Handler)  # type: ignore[arg-type]
+        self._ends, self._end = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+        self._end.send(b"x")
         self._thread.join()
+        self.server_close()
+        self._end.close()
+        self._ends.close()
+
+    def _serve(self) -> None:
+        """Serve until `close`, at once: `serve_forever` would see that at its next poll."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            ends = selector.register(self._ends, selectors.EVENT_READ)
+            while ends not in (key for key, _ in selector.select(LOOK_S)):
+                self.handle_request()
+                self.service_actions()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -203,7 +219,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close connections that have lasted too long; called twice a second."""
+        """Close connections that have lasted too long."""
         now_s = self._clock.now_s()
         with self._lock:
             late = [request for request, until_s in self._until_s.items() if until_s <= now_s]

@@ -44,6 +44,18 @@ def test_a_client_that_is_never_silent_is_ended(
         assert slow.recv(1) == b""
 
 
+def test_a_port_that_nobody_asks_ends_at_once(
+    clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_port, "LOOK_S", 100 * HANG_S)
+    port = HttpPort("127.0.0.1", 0, lambda: None, clock)
+    port.start()
+    with socket.create_connection(port.server_address, timeout=HANG_S) as asked:
+        asked.sendall(b"?\r\n\r\n")
+        asked.recv(1)  # it serves
+    port.close()
+
+
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
 def test_loopback_is_known_in_every_form(client: str) -> None:
     check_host({"REMOTE_ADDR": client, "HTTP_HOST": "localhost:9464"})
