@@ -858,7 +858,7 @@ EDITED = {
         "vllm",
         "e2e/test_metadata.py",
         Edit(
-            "client/ecd_client/vllm/base/metadata.py",
+            "client/ecd_client/vllm/base/fields.py",
             "return value.numel() == 1 and bool(value == ASSUMED[name])",
             "return value.numel() == 1",
         ),
@@ -994,7 +994,7 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_client/vllm/base/metadata.py",
-            "if any(_is_long(data[name]) for name in wanted if name in data):",
+            "if any(is_long(data[name]) for name in wanted if name in data):",
             "if not data and wanted and feature.data:",
         ),
     ),
@@ -1020,7 +1020,7 @@ EDITED = {
         "vllm",
         "e2e/models/test_architectures.py::test_an_architecture",
         Edit(
-            "client/ecd_client/vllm/base/metadata.py",
+            "client/ecd_client/vllm/base/fields.py",
             "name not in fields and not element.field.keep_on_cpu",
             "name not in fields",
         ),

@@ -38,7 +38,8 @@ from e2e.models.checkpoint import Checkpoint
 from e2e.models.families.qwen import qwen2_5_omni
 from e2e.tiny_models import MODELS, token_ids, write_tokenizer
 from ecd_client.vllm.base.compat import refuse_undeclared
-from ecd_client.vllm.base.metadata import ASSUMED, ENCODERS_OWN, PlaceholderMetadata
+from ecd_client.vllm.base.fields import ASSUMED, ENCODERS_OWN
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_proto.placeholders import Placeholder
 
 READ = {"timestamps", "num_frames", "use_vit_merger", "video_use_vit_merger"}

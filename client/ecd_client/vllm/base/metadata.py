@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -21,22 +21,20 @@ from ecd_client.vllm.base.compat import (
     is_mistrals,
     strip_covered_mm_data,
 )
+from ecd_client.vllm.base.fields import (
+    ASSUMED,
+    GRID,
+    TIMES,
+    has_more,
+    is_all_said,
+    is_interleaved,
+    is_long,
+    is_made,
+)
 from ecd_client.vllm.base.outputs import configs_in
-from ecd_proto.placeholders import MAX_NUMBERS, Placeholder
+from ecd_proto.placeholders import Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
-
-ENCODERS_OWN = {
-    *("pixel_values", "pixel_values_videos", "video_pixel_values", "patch_positions"),
-    *("tgt_sizes", "video_tgt_sizes", "input_features", "input_audio_features", "audio_features"),
-    *("feature_attention_mask", "chunk_counts"),
-    *("audio_lens", "audio_token_len", "audio_num_chunks"),
-}
-"""Fields of processed items that only the model's encoder reads."""
-AUDIO_IN_VIDEO = "use_audio_in_video"
-GRID, TIMES = "_grid_thw", "timestamps"
-ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
-"""Fields that some items have, and the value that models assume for items without the field."""
 
 
 class PlaceholderMetadata:
@@ -54,7 +52,7 @@ class PlaceholderMetadata:
 
     def is_all_of(self, feature: Any) -> bool:
         """Whether the request brought only metadata of an item, and nothing to encode."""
-        return not feature.data or not _has_more(feature.data, self.fields_for(feature.modality))
+        return not feature.data or not has_more(feature.data, self.fields_for(feature.modality))
 
     def of(self, mm_features: list[Any], stored: Mapping[str, bytes]) -> dict[str, Any] | None:
         """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
@@ -75,7 +73,7 @@ class PlaceholderMetadata:
             return items
         items = collect_ec_item_metadata(mm_features, NoFields)  # which looks at no data
         said: dict[str, Mapping[str, Any]] = {}
-        are_apart = not any(map(_is_interleaved, mm_features))
+        are_apart = not any(map(is_interleaved, mm_features))
         for feature in mm_features:
             placeholder = self._announced(feature, stored) if are_apart else None
             fields = {} if placeholder is None else placeholder.fields
@@ -119,7 +117,7 @@ class PlaceholderMetadata:
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
             and not any(isinstance(each, list) for value in fields.values() for each in value)
-            and _is_all_said(feature, fields)
+            and is_all_said(feature, fields)
         )
 
     def announces(self, modality: str) -> bool:
@@ -187,7 +185,7 @@ class PlaceholderMetadata:
             return None
         try:
             data = {} if feature.data is None else feature.data.get_data()
-            if any(_is_long(data[name]) for name in wanted if name in data):
+            if any(is_long(data[name]) for name in wanted if name in data):
                 return None
             if collect_ec_item_metadata is None:
                 fields = {
@@ -213,11 +211,11 @@ class PlaceholderMetadata:
         is_whole = not self._is_pruned(feature.modality)
         embeddings = feature.mm_position.get_num_embeds() if is_whole else None
         placeholder = self.of_item(feature, embeddings)
-        if placeholder is None or not _is_all_said(feature, placeholder.fields):
+        if placeholder is None or not is_all_said(feature, placeholder.fields):
             return None
         elements = feature.data or {}
         if not all(
-            element.data is None or _is_made(name, element.data)
+            element.data is None or is_made(name, element.data)
             for name, element in elements.items()
             if name in ASSUMED or name.endswith(GRID)
         ):
@@ -259,7 +257,7 @@ class PlaceholderMetadata:
             return None
         feature = SimpleNamespace(identifier="", modality=modality, data=data)
         placeholder = self.of_item(feature)
-        if placeholder is None or not _is_all_said(feature, placeholder.fields):
+        if placeholder is None or not is_all_said(feature, placeholder.fields):
             raise ValueError("it has other fields than an outline can have")
         return placeholder
 
@@ -322,7 +320,7 @@ def keep_media(metadata: PlaceholderMetadata) -> None:
     fields = set().union(*map(metadata.fields_for, ("image", "video", "audio")))
 
     def kept(cache: Any, mm_item: Any, mm_hash: str) -> Any:
-        if mm_item is not None and not _has_more(mm_item, fields):
+        if mm_item is not None and not has_more(mm_item, fields):
             return mm_item
         return update(cache, mm_item, mm_hash)
 
@@ -335,51 +333,3 @@ class NoFields:
     @staticmethod
     def fields_for(modality: str) -> set[str]:  # noqa: ARG004
         return set()
-
-
-def _is_long(value: Any) -> bool:
-    """Whether a field has more numbers than one may have, so that it is not looked at."""
-    count = value.numel() if isinstance(value, torch.Tensor) else len(value)
-    return count > MAX_NUMBERS
-
-
-def _is_made(name: str, value: Any) -> bool:
-    """Whether a field of one item has the form in which a processor makes it."""
-    return isinstance(value, torch.Tensor) and (value.ndim == 1 or not name.endswith(GRID))
-
-
-def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
-    """Whether the model's language part reads no more of an item than these fields."""
-    return all(
-        name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
-        for name, element in (feature.data or {}).items()
-    )
-
-
-def _is_assumed(name: str, value: Any) -> bool:
-    """Whether an item's field is absent, or has the value that its model assumes without it."""
-    if value is None:
-        return True
-    if name not in ASSUMED:
-        return False
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and bool(value == ASSUMED[name])
-    return isinstance(value, int | float) and value == ASSUMED[name]
-
-
-def _is_interleaved(feature: Any) -> bool:
-    """Whether an item is a video whose audio lies between its frames in the prompt."""
-    element = (feature.data or {}).get(AUDIO_IN_VIDEO)
-    return element is not None and not _is_assumed(AUDIO_IN_VIDEO, element.data)
-
-
-def _has_more(data: Any, fields: set[str]) -> bool:
-    """Whether a processed item has something besides these fields that an encoder could read.
-
-    None that stays on the CPU: vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media
-    or without, and its server for tokens sends all such fields without the media.
-    """
-    return any(
-        element.data is not None and name not in fields and not element.field.keep_on_cpu
-        for name, element in data.items()
-    )
