@@ -206,15 +206,25 @@ class Look:
 
     @property
     def outlines(self) -> dict[str, Outline]:
-        """The outlines of what was found, by mm_hash."""
-        return {each.name: each.said for each in self.found if isinstance(each.said, Outline)}
+        """The outlines by mm_hash, of all media if one needs it: vLLM takes all in one way."""
+        said: dict[str, Any] = {found.name: found.said for found in self.found}
+        said |= {missing.name: promise.placeholder for missing, promise in self.promised}
+        if not any(isinstance(each, Outline) for each in said.values()):
+            return {}
+        return {
+            name: Outline(each.modality, placeholder=each)
+            if isinstance(each, Placeholder)
+            else each
+            for name, each in said.items()
+        }
 
     def rewritten(self) -> bytes:
-        """The request with names and metadata in place of its media."""
+        """The request with names and metadata, or outlines, in place of its media."""
+        outlines = self.outlines
         for found in self.found:
-            found.medium.leave_out(found.said)
+            found.medium.leave_out(outlines.get(found.name, found.said))
         for missing, promise in self.promised:
-            missing.medium.leave_out(promise.placeholder)
+            missing.medium.leave_out(outlines.get(missing.name, promise.placeholder))
         hints = {
             missing.name: promise.hints[0] for missing, promise in self.promised if promise.hints
         }

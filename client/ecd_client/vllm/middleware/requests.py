@@ -202,11 +202,7 @@ class Requests:
                     look.missing.append(missing)
                 else:
                     break
-        # vLLM takes media by their names alone only where it gets no metadata.
-        by_metadata = [isinstance(found.said, Placeholder) for found in look.found]
-        by_metadata += [True] * len(look.missing)
-        is_mixed = any(by_metadata) and not all(by_metadata)
-        if len(look.found) + len(look.missing) < len(look.media) or is_mixed:
+        if len(look.found) + len(look.missing) < len(look.media) or not self._is_one_way(look):
             look.close()
         elif not any(medium.is_chosen for medium in look.media):
             look.names = frozenset(names)
@@ -215,6 +211,13 @@ class Requests:
             medium.keep_bytes()
         if not look.is_whole:
             look.settle()
+
+    def _is_one_way(self, look: Look) -> bool:
+        """Whether vLLM can take all media in one way: by metadata, or by outlines."""
+        said = {type(found.said) for found in look.found} | {Placeholder for _ in look.missing}
+        if Outline not in said:
+            return len(said) == 1
+        return all(self._metadata.can_outline(kind) for kind in {each.kind for each in look.media})
 
     def _name(self, medium: Medium) -> None:
         if medium.name:
