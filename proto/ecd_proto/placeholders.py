@@ -39,6 +39,8 @@ MAX_PRODUCT = 1 << 22
 """Most patches, and most embeddings of audio, of an item and of all items of a request that come
 without their media: beyond any model's context."""
 MAX_TIME_S = 1e7
+MAX_STEP_S = 1e4
+"""Longest time between frames of a video."""
 MAX_MERGED = 64
 """Most patches that become one embedding, where a model does not say how many do."""
 
@@ -56,7 +58,7 @@ class Placeholder:
         """The metadata, if they are what the modality's fields may be. None: they make no sense.
 
         A number is an integer above 0, neither a bool nor a float, in a list or in a list's lists.
-        `timestamps` alone are seconds: finite, 0 or more.
+        Only `timestamps` (0 or more) and `second_per_grid_ts` (one number above 0) are seconds.
         """
         if not (
             _is_name(modality)
@@ -148,6 +150,7 @@ _IMAGE = f"image{_GRID}"
 _LENGTHS = ("audio_num_tokens", "audio_feature_lengths")
 _SIZES = ("image_sizes", "video_image_sizes")
 _TIMES = "timestamps"
+STEP = "second_per_grid_ts"
 
 
 def _is_name(said: object) -> bool:
@@ -162,10 +165,11 @@ def _is_value(name: str, value: object) -> bool:
     is_nested = all(isinstance(each, list) for each in value)
     if not 0 < len(numbers) <= MAX_NUMBERS or not (is_flat or is_nested):
         return False
-    if name == _TIMES:
-        return is_flat and all(
-            type(number) in (int, float) and 0 <= number <= MAX_TIME_S for number in numbers
-        )
+    if name in (_TIMES, STEP):
+        are_seconds = is_flat and all(type(number) in (int, float) for number in numbers)
+        if name == _TIMES:
+            return are_seconds and all(0 <= number <= MAX_TIME_S for number in numbers)
+        return are_seconds and len(numbers) == 1 and 0 < numbers[0] <= MAX_STEP_S
     if not all(type(number) is int and number > 0 for number in numbers):
         return False
     if name in _LENGTHS:
@@ -184,13 +188,13 @@ def _is_value(name: str, value: object) -> bool:
 
 def _is_bounded(name: str, items: list[list[Any]]) -> bool:
     """Whether a field says no more of all items of a request than it may say of one."""
-    sized = (row for item in items for row in _rows(item) if name not in (*_SIZES, _TIMES))
+    sized = (row for item in items for row in _rows(item) if name not in (*_SIZES, _TIMES, STEP))
     return sum(map(prod, sized)) <= MAX_PRODUCT
 
 
 def _as_said(name: str, value: list[Any]) -> list[Any]:
     """The value as a processor says it: some writers of JSON make a 0 of 0.0."""
-    return [float(number) for number in value] if name == _TIMES else value
+    return [float(number) for number in value] if name in (_TIMES, STEP) else value
 
 
 def _rows(value: list[Any]) -> list[Any]:

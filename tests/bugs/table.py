@@ -949,8 +949,8 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_client/vllm/base/metadata.py",
-            "said is not None and said.is_of(metadata) and self._may_announce(feature, said)",
-            "said is not None and self._may_announce(feature, said)",
+            "if said is None or not said.is_of(metadata) or not",
+            "if said is None or not",
         ),
     ),
     "tokens that are to be loaded are joined to any": Bug(

@@ -150,8 +150,7 @@ settings: Any = SimpleNamespace(keeps_private=lambda kind, is_streaming: False)
 for each, only_encodes in ((config, False), (with_kwargs, False), (with_kwargs, True)):
     about = each, settings, PlaceholderMetadata(each), Names(each)
     looked_up, outlined, left_out = kinds_of(*about, only_encodes=only_encodes)
-    assert not outlined
-    said.setdefault("kinds", []).append((looked_up, left_out))
+    said.setdefault("kinds", []).append((looked_up, outlined, left_out))
 
 # What the part says is the item's name in the engine.
 for how, each in (("plain", config), ("--media-io-kwargs", with_kwargs)):

@@ -90,7 +90,7 @@ class Model:
         return SimpleNamespace(identifier=modality, modality=modality, data=data, mm_position=place)
 
     def announced(self, *features: SimpleNamespace) -> dict[str, Any] | list[Any]:
-        """What an answer and the entry say of items that are stored; both say the same."""
+        """What an answer says of items that are stored, and their entries, if they say more."""
         stored = {feature.identifier: self.metadata.packed(feature) for feature in features}
         answer = self.metadata.of(list(features), stored)
         found = []
@@ -98,7 +98,9 @@ class Model:
             entry, metadata = stored[feature.identifier], answer[feature.identifier]["metadata"]
             said = Placeholder.of(feature.modality, metadata)
             is_same = not entry if said is None else said.is_of(entry)
-            found.append(metadata if is_same else [metadata, repr(entry)])
+            whole = self.metadata.of_item(feature)
+            more = dict(whole.fields) if whole and whole.is_of(entry) else repr(entry)
+            found.append(metadata if is_same else [metadata, more])
         return found[0] if len(found) == 1 else found
 
     def takes(self, modality: str, said: dict[str, Any]) -> str:
@@ -165,7 +167,7 @@ for kind in ("qwen2_5_vl", "qwen3_vl"):
     for rate in (1.0, 2.0, 8.0):
         name = f"{kind}: a video, {rate:g} frames a second"
         said[name] = model.announced(model.made("video", video(rate)))
-        if said[name]:
+        if isinstance(said[name], dict):
             taken[name] = model.takes("video", said[name])
     grids = {"image_grid_thw": [1, 6, 8]}, {"video_grid_thw": [4, 4, 6]}
     times = {"timestamps": [0.25, 1.25, 2.25, 3.25]} if kind == "qwen3_vl" else {}

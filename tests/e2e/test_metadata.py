@@ -16,11 +16,12 @@ NEWEST = pytest.mark.parametrize("version", [VERSIONS[0], NEXT], indirect=True, 
 def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_path: Path) -> None:
     said, taken, more, unclassified = result_of(version, "metadata_seams.py", str(tmp_path))
     picture, video = {"image_grid_thw": [1, 6, 8]}, {"video_grid_thw": [4, 4, 6]}
+    slow, fast = ({**video, "second_per_grid_ts": [step_s]} for step_s in (2.0, 0.25))
     assert said == {
         "qwen2_5_vl: a picture": picture,
-        "qwen2_5_vl: a video, 1 frames a second": {},  # its positions need the rate
+        "qwen2_5_vl: a video, 1 frames a second": [{}, slow],  # its positions need the rate
         "qwen2_5_vl: a video, 2 frames a second": video,
-        "qwen2_5_vl: a video, 8 frames a second": {},
+        "qwen2_5_vl: a video, 8 frames a second": [{}, fast],
         "a field that nobody knows": {},
         "frames alone": video,
         "two grids": {},
@@ -33,7 +34,7 @@ def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_
             "timestamps": [0.0625, 0.3125, 0.5625, 0.8125],
         },
         "qwen2_audio: a sound": {"audio_num_tokens": [25]},
-        "qwen2_5_omni: a video, 1 frame a second": {},
+        "qwen2_5_omni: a video, 1 frame a second": [{}, slow],
         "minicpmv4_6: a picture": {},
         "minicpmv4_6: a video": {},
         "minicpmv4_6: announces pictures": False,
@@ -69,14 +70,11 @@ def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
 ) -> None:
     require("models")  # which decode sounds
     said = result_of(version, "media_seams.py", str(tmp_path))
-    times = {"video": "the model needs the times of their frames, which no entry carries"}
     none, named = "--limit-mm-per-prompt allows none", "--media-io-kwargs change their names"
-    some = {} if version == VERSIONS[0] else times
-    looked_up = [kind for kind in ("image", "video", "audio") if kind not in some]
     assert said.pop("kinds") == [
-        [looked_up, some],
-        [looked_up[1:], {"image": none, **some}],
-        [[], {"image": none, "video": named, "audio": named, **some}],
+        [["image", "video", "audio"], ["video"], {}],
+        [["video", "audio"], ["video"], {"image": none}],
+        [[], [], {"image": none, "video": named, "audio": named}],
     ]
     kinds = ["a video", "frames", "a sound", "a sound in JSON"]
     for how in ("plain", "--media-io-kwargs"):

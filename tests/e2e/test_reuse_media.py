@@ -17,6 +17,7 @@ from e2e.engines import NIGHTLY, VERSIONS, installed, output_of
 from e2e.servers import Server, api_server, picture_url
 from e2e.shared import EXACT, Engines
 from ecd_client import Client
+from ecd_client.vllm.base.names import OUTLINE
 from support.daemon import Daemon
 from support.waiting import eventually
 from support.web import site
@@ -27,6 +28,7 @@ LIMITS = {"image": 2, "video": SIZE}
 CLIPS = 24
 RATE = 2.0
 """Frames a second at which Qwen2.5-VL needs the grid of a video alone."""
+ODD = 3.0
 
 
 class Work(NamedTuple):
@@ -66,6 +68,7 @@ class Fleet:
     ) -> None:
         self.version, self.model, self.directory = version, model, directory
         self.daemon = Daemon(directory, "64MiB").start()
+        self._clips: dict[float, Iterator[Path]] = {}
         self._numbers = count()
         self._started: list[Server] = []
         self._flags = [*EXACT, *flags, "--limit-mm-per-prompt", json.dumps(limits)]
@@ -81,14 +84,14 @@ class Fleet:
         """An engine that does all."""
         return self._ready(self._server)
 
-    @cached_property
-    def _clips(self) -> Iterator[Path]:
-        output_of(self.version, "clips.py", str(self.directory), str(CLIPS), str(RATE))
-        return iter(sorted(self.directory.glob("*.mp4")))
-
-    def clip(self) -> bytes:
+    def clip(self, rate: float = RATE) -> bytes:
         """A video that no other test has."""
-        return next(self._clips).read_bytes()
+        if rate not in self._clips:
+            directory = self.directory / f"{rate} a second"
+            directory.mkdir()
+            output_of(self.version, "clips.py", str(directory), str(CLIPS), str(rate))
+            self._clips[rate] = iter(sorted(directory.glob("*.mp4")))
+        return next(self._clips[rate]).read_bytes()
 
     @cached_property
     def pair(self) -> tuple[Server, Server]:
@@ -201,8 +204,41 @@ def test_frames_in_a_url_are_a_video(fleet: Fleet) -> None:
     frames = [picture_url(seed, 56, 56).partition(",")[2] for seed in range(4)]
     url = f"data:video/jpeg;base64,{','.join(frames)}"
     fleet.right(shown(url))
-    again = fleet.worked(shown(url, "and now?"))
-    assert again == Work(1, 0, 0), "at one frame a second it has no metadata, but a name"
+    eventually(lambda: fleet.worked(shown(url, "and now?")) == NOTHING)
+
+
+def test_a_video_of_any_rate_is_found_by_its_outline(fleet: Fleet) -> None:
+    """Its frames' times are in no metadata that a server takes, so a producer says none."""
+    odd, usual = (
+        {"type": "video_url", "video_url": {"url": data_url(fleet.clip(rate))}}
+        for rate in (ODD, RATE)
+    )
+    picture = {"type": "image_url", "image_url": {"url": picture_url(3)}}
+    text = {"type": "text", "text": "what is in these?"}
+    fleet.stored([odd, text])
+    eventually(lambda: fleet.worked([odd, text]) == NOTHING)
+    assert [name for name in fleet.daemon.names() if name.startswith(OUTLINE)]
+    for more in (usual, picture):
+        fleet.right([odd, more, text])
+        eventually(lambda more=more: fleet.worked([odd, more, text]) == NOTHING)
+        assert fleet.worked([more, odd, text]) == NOTHING
+    assert fleet.worked([odd, text], fleet.pair[1]) == NOTHING
+
+
+def test_an_encoder_says_again_nothing_of_a_video_of_another_rate(fleet: Fleet) -> None:
+    encoder, _ = fleet.pair
+    content = shown(data_url(fleet.clip(ODD)), uuid="an odd one")
+    said = []
+    for work in (ONCE, NOTHING):
+        before = Work.of(encoder)
+        status, body = encoder.chat(content, max_tokens=1)
+        assert status == 200
+        assert Work.of(encoder).since(before) == work
+        said.append(body["ec_transfer_params"])
+        eventually(lambda: "an odd one" in fleet.daemon.names())
+        eventually(lambda: any(name.startswith(OUTLINE) for name in fleet.daemon.names()))
+    assert said[0] == said[1]
+    assert said[0]["an odd one"]["metadata"] == {}
 
 
 def test_a_video_that_a_client_has_named_keeps_that_name(fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ from ecd_proto.contract import MAX_METADATA_BYTES
 from ecd_proto.placeholders import (
     MAX_NUMBERS,
     MAX_STORED_BYTES,
+    STEP,
     Placeholder,
     is_claimed,
     may_be_said,
@@ -72,6 +73,19 @@ def test_a_number_is_an_integer_above_0(modality: str, fields: dict, number: obj
 )
 def test_timestamps_are_seconds(seconds: object) -> None:
     assert Placeholder.of("video", {**VIDEO, "timestamps": seconds}) is None
+
+
+@pytest.mark.parametrize(
+    "step",
+    [[0.0], [-0.5], [True], ["1"], [[1.0]], [], [1.0, 1.0], [float("nan")], [1e99], [10**400], 1.0],
+)
+def test_a_step_between_frames_is_one_time_above_0(step: object) -> None:
+    fields = {"video_grid_thw": [2, 16, 24], STEP: [0.5]}
+    assert Placeholder.of("video", fields) is not None
+    assert Placeholder.of("video", {**fields, STEP: [1]}) == Placeholder.of(
+        "video", {**fields, STEP: [1.0]}
+    )
+    assert Placeholder.of("video", {**fields, STEP: step}) is None
 
 
 @pytest.mark.parametrize(

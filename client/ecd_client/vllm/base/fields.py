@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ecd_proto.placeholders import MAX_NUMBERS
+from ecd_proto.placeholders import MAX_NUMBERS, STEP
 
 ENCODERS_OWN = {
     *("pixel_values", "pixel_values_videos", "video_pixel_values", "patch_positions"),
@@ -18,7 +18,7 @@ ENCODERS_OWN = {
 """Fields of processed items that only the model's encoder reads."""
 AUDIO_IN_VIDEO = "use_audio_in_video"
 GRID, TIMES = "_grid_thw", "timestamps"
-ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
+ASSUMED = {STEP: 1.0, AUDIO_IN_VIDEO: 0.0}
 """Fields that some items have, and the value that models assume for items without the field."""
 
 

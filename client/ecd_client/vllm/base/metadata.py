@@ -27,12 +27,13 @@ from ecd_client.vllm.base.fields import (
     TIMES,
     has_more,
     is_all_said,
+    is_assumed,
     is_interleaved,
     is_long,
     is_made,
 )
 from ecd_client.vllm.base.outputs import configs_in
-from ecd_proto.placeholders import Placeholder
+from ecd_proto.placeholders import STEP, Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -96,29 +97,32 @@ class PlaceholderMetadata:
         if not (metadata := stored.get(feature.identifier)):
             return None
         said = self.of_item(feature)
-        is_told = said is not None and said.is_of(metadata) and self._may_announce(feature, said)
-        return said if is_told else None
+        if said is None or not said.is_of(metadata) or not self._says_all(feature, said):
+            return None
+        return said if self.is_taken(feature.modality, said) else None
 
     def packed(self, feature: Any) -> bytes:
         """The item's fields as its entry carries them; empty unless a consumer needs no others."""
         placeholder = self.of_item(feature)
-        if placeholder is None or not self._may_announce(feature, placeholder):
+        if placeholder is None or not self._says_all(feature, placeholder):
             return b""
         return placeholder.stored
 
-    def _may_announce(self, feature: Any, said: Placeholder) -> bool:
+    def _says_all(self, feature: Any, said: Placeholder) -> bool:
         """Whether an item's metadata do for a consumer in place of the item's media.
 
-        Its server takes flat lists of numbers alone. Its model reads further fields of some items,
-        for the times of a video; none but ENCODERS_OWN are known not to matter.
+        Its server takes flat lists of numbers alone. Its model reads further fields of some items;
+        none but ENCODERS_OWN are known not to matter.
         """
-        fields = said.fields
         return (
             self.announces(feature.modality)
-            and fields.keys() == self.fields_for(feature.modality)
-            and not any(isinstance(each, list) for value in fields.values() for each in value)
-            and is_all_said(feature, fields)
+            and not any(isinstance(each, list) for value in said.fields.values() for each in value)
+            and is_all_said(feature, said.fields)
         )
+
+    def is_taken(self, modality: str, said: Placeholder) -> bool:
+        """Whether a consumer's server takes these metadata in a request: no step between frames."""
+        return STEP not in said.fields and said.fields.keys() == self.fields_for(modality)
 
     def announces(self, modality: str) -> bool:
         """Whether items of the modality can have metadata, and consumers' servers take them.
@@ -196,6 +200,9 @@ class PlaceholderMetadata:
             else:
                 [item] = collect_ec_item_metadata([feature], self).values()
                 fields = item["metadata"]
+            step = data.get(STEP)
+            if isinstance(step, torch.Tensor) and step.numel() == 1 and not is_assumed(STEP, step):
+                fields[STEP] = [step.item()]
         except Exception:  # the model's own values: its consumers preprocess for themselves
             logger.warning("no placeholder metadata for an item", exc_info=True)
             return None
@@ -228,8 +235,22 @@ class PlaceholderMetadata:
         return placeholder
 
     def fits_entry(self, modality: str) -> bool:
-        """Whether entries carry all metadata of such items: the times of frames are too long."""
-        return self.announces(modality) and TIMES not in self.fields_for(modality)
+        """Whether a server takes all metadata of such items from an entry, or of most of them."""
+        return self.announces(modality) and not self.fields_for(modality) & {TIMES, STEP}
+
+    def needs_outline(self, modality: str) -> bool:
+        """Whether outlines of such items say what entries do not: when the frames were, perhaps."""
+        return not self.fits_entry(modality) or self._has_step(modality)
+
+    def _has_step(self, modality: str) -> bool:
+        """Whether the model reads of such items how far their frames are apart."""
+        if STEP in self.fields_for(modality):
+            return True
+        try:
+            made = self._processor._get_mm_fields_config({}, {})
+            return STEP in made and made[STEP].modality == modality
+        except Exception:  # the model's own code
+            return False
 
     def can_outline(self, modality: str) -> bool:
         """Whether an outline of an item (`middleware.outlines`) can take its place.
@@ -286,14 +307,12 @@ class PlaceholderMetadata:
 
         `embeddings` is the number that the item has, if it is known.
         """
-        placeholder = Placeholder.of(modality, fields)
-        if (
-            placeholder is None
-            or placeholder.fields.keys() != self.fields_for(modality)
-            or not placeholder.fits(self._merge, embeddings)
-        ):
+        wanted, placeholder = self.fields_for(modality), Placeholder.of(modality, fields)
+        if not wanted or placeholder is None or not placeholder.fits(self._merge, embeddings):
             return None
-        return placeholder
+        said = placeholder.fields.keys()
+        is_known = said == wanted or (said == wanted | {STEP} and self._has_step(modality))
+        return placeholder if is_known else None
 
     def fields_for(self, modality: str) -> set[str]:
         """The names of a processed item's fields that are metadata."""

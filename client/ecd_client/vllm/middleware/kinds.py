@@ -12,8 +12,6 @@ from ecd_client.vllm.middleware.media import AUDIO, IMAGE, VIDEO
 from ecd_client.vllm.middleware.naming import Names
 
 _WORDS = {IMAGE: "pictures", VIDEO: "videos", AUDIO: "audio clips"}
-_RATE = "second_per_grid_ts"
-"""Metadata of videos that nothing carries: they are no whole numbers."""
 
 
 def kinds_of(
@@ -24,7 +22,7 @@ def kinds_of(
     *,
     only_encodes: bool,
 ) -> tuple[list[str], list[str], dict[str, str]]:
-    """The kinds that are looked up, those of them that need outlines, and why others are not."""
+    """The kinds that are looked up, those that may need outlines, and why others are not."""
     limits, taken = model_config.multimodal_config, metadata.media
     looked_up, outlined, left_out = [], [], {}
     for kind in _WORDS:
@@ -34,17 +32,14 @@ def kinds_of(
             left_out[kind] = "--limit-mm-per-prompt allows none"
         elif settings.keeps_private(kind, is_streaming=False):
             left_out[kind] = "ecd_modalities leaves them out"
-        elif _RATE in metadata.fields_for(kind):
-            left_out[kind] = "the model needs the times of their frames, which no entry carries"
         elif names.has_io_kwargs(kind) and (kind == IMAGE or only_encodes):
             left_out[kind] = "--media-io-kwargs change their names"
-        elif metadata.fits_entry(kind):
+        elif metadata.fits_entry(kind) or metadata.can_outline(kind):
             looked_up.append(kind)
-        elif not metadata.can_outline(kind):
-            left_out[kind] = "nothing that the model takes can stand in their place"
+            if metadata.needs_outline(kind) and metadata.can_outline(kind):
+                outlined.append(kind)
         else:
-            looked_up.append(kind)
-            outlined.append(kind)
+            left_out[kind] = "nothing that the model takes can stand in their place"
     return looked_up, outlined, left_out
 
 

@@ -36,7 +36,7 @@ from vllm.multimodal.processing.processor import (
 
 from ecd_client.vllm.base.compat import caches_as_vllm
 from ecd_client.vllm.middleware.outline import Outline, Place, Update
-from ecd_proto.placeholders import Placeholder
+from ecd_proto.placeholders import STEP, Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -221,14 +221,16 @@ def item_of(outline: Outline) -> Any:
     on_cpu = MultiModalBatchedField(keep_on_cpu=True)
     return MultiModalKwargsItem(
         {
-            name: MultiModalFieldElem(data=_as_said(value), field=on_cpu)
+            name: MultiModalFieldElem(data=_as_made(name, value), field=on_cpu)
             for name, value in fields.items()
         }
     )
 
 
-def _as_said(value: list[Any]) -> torch.Tensor:
-    """A field as vLLM's server has it of metadata in JSON."""
+def _as_made(name: str, value: list[Any]) -> torch.Tensor:
+    """A field as a processor makes it, or vLLM's server of metadata in JSON."""
+    if name == STEP:
+        return torch.tensor(value[0], dtype=torch.float32)
     return torch.tensor(value, dtype=torch.float64 if isinstance(value[0], float) else torch.int64)
 
 

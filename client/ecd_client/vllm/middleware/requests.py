@@ -83,8 +83,8 @@ class Requests:
     ) -> None:
         """`models` are the names that requests may give, `namespace` is the engine's.
 
-        Requests with media of other `kinds` pass as they came; those of `outlined` kinds need their
-        outlines. With `has_hop` a look has what ecd has of a request, and what is missing.
+        Requests with media of other `kinds` pass as they came; those of `outlined` kinds may need
+        their outlines. With `has_hop` a look has what ecd has of a request, and what is missing.
         `only_encodes` and `has_encoder` say what the engine is for.
         """
         self._client, self._settings, self._namespace = client, settings, namespace
@@ -134,6 +134,9 @@ class Requests:
         return self._outlines.wanting(look.without_outline)
 
     def _keep(self, entry: tuple[str, str], outline: Outline) -> None:
+        said = outline.placeholder
+        if said is not None and said.stored == said.packed:
+            return  # the item's own entry says as much
         if packed := outline.pack():
             namespace, stored = entry
             self._client.put_async(
@@ -253,19 +256,29 @@ class Requests:
         if item is None:
             return None
         kind = medium.kind
-        said: Placeholder | Outline | None = None
-        if kind not in self._outlined:
-            claimed = Placeholder.unpack(item.metadata)
-            if claimed is not None and claimed.modality == kind and item.shape:
-                said = self._metadata.checked(kind, claimed.fields, item.shape[0])
-        elif self._only_encodes and not self._metadata.fields_for(kind):
+        if self._only_encodes and not self._metadata.fields_for(kind):
             return Found(medium, item, None)
-        elif item.shape:  # an outline comes from where its entry has come from
+        said = self._said(item, kind)
+        if said is None and item.shape and kind in self._outlined:
+            # An outline comes from where its entry has come from.
             said = self._outline(item, kind, nodes, 0.0 if was_here else until_s)
+        fields = said.placeholder if isinstance(said, Outline) else said
+        if self._only_encodes and fields is not None and not self._metadata.is_taken(kind, fields):
+            return Found(medium, item, None)
         if said is not None:
             return Found(medium, item, said)
         item.close()
         return None
+
+    def _said(self, item: Item, kind: str) -> Placeholder | Outline | None:
+        """What an entry itself says of a medium, if that does."""
+        claimed = Placeholder.unpack(item.metadata)
+        if claimed is None or claimed.modality != kind or not item.shape:
+            return None
+        said = self._metadata.checked(kind, claimed.fields, item.shape[0])
+        if said is None or self._metadata.is_taken(kind, said):
+            return said
+        return Outline(kind, placeholder=said) if kind in self._outlined else None
 
     def _outline(self, item: Item, kind: str, nodes: Any, until_s: float) -> Outline | None:
         """The outline of an entry that can be its, if it is here or comes until then."""
