@@ -1025,6 +1025,15 @@ EDITED = {
             "name not in fields",
         ),
     ),
+    "a node that is tried again is not unreachable": Bug(
+        "nodes",
+        "simulation/test_hints.py",
+        Edit(
+            "ecd/cluster/peers/peers.py",
+            "if peer.last_error:\n            return",
+            "if peer.last_error and node not in self._connecting:\n            return",
+        ),
+    ),
     "a peer's answer may be about more keys than were asked for": Bug(
         "security",
         "unit/test_link.py",

@@ -9,6 +9,7 @@ from ipaddress import IPv4Network
 
 import pytest
 
+from ecd.cluster.cluster import TRY_S
 from ecd.cluster.fetcher import MAX_SOURCES
 from ecd.cluster.peers.peers import (
     CONNECT_TIMEOUT_S,
@@ -74,6 +75,19 @@ def test_a_node_that_the_settings_name_may_always_be_asked() -> None:
 
     named = {"peers": ("10.0.0.1:9470",), "directory": "none", "hint_networks": ()}
     play(2, act, named)
+
+
+def test_a_silent_node_of_the_settings_stays_unreachable_while_it_is_tried_again() -> None:
+    async def act(run: Run) -> None:
+        assert (await Engine(run, 0).ask(LARGE, hints=[DEAD])).outcome == "missing"
+        silence(run, DEAD)
+        states = set()
+        for _ in range(round(3 * TRY_S / CONNECT_TIMEOUT_S)):
+            states.add(peers_of(run, 0)[DEAD.node].state)
+            await asyncio.sleep(CONNECT_TIMEOUT_S / 2)
+        assert states == {"unreachable"}
+
+    play(1, act, {"peers": (DEAD.node,), "directory": "none"})
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

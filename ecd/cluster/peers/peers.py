@@ -176,11 +176,11 @@ class Peers:
         """`connected`, `connecting`, `unreachable`, `idle` or `never asked`."""
         if self.is_connected(node):
             return "connected"
-        if node in self._connecting:
-            return "connecting"
         peer = self._peers[node]
         if peer.last_error:
-            return "unreachable"
+            return "unreachable"  # also while it is tried again
+        if node in self._connecting:
+            return "connecting"
         return "idle" if peer.was_reached else NEVER_ASKED
 
     def never_reached(self) -> set[str]:
