@@ -15,13 +15,12 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig
@@ -39,15 +38,14 @@ except ImportError:  # before 0.33
 from e2e.engine_process import daemons, forget, runner
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.checkpoint import Checkpoint
+from e2e.models.items import by_kind, medium
 from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
-from e2e.prompts import picture
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_client.vllm.middleware.outlines import Outlines
 from support.waiting import HANG_S, eventually
 
 TOKENS = 3
-FRAME = 56, 56
 
 
 # -- weights ---------------------------------------------------------------------------------
@@ -76,39 +74,6 @@ def fill(loader: DummyModelLoader, model: torch.nn.Module, model_config: object)
 
 DummyModelLoader.load_weights = fill
 registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM anew: ten seconds
-
-
-# -- media -----------------------------------------------------------------------------------
-
-
-@cache
-def medium(item: str) -> Any:
-    kind, *how, seed = MEDIA[item]
-    if kind == "image":
-        return picture([*how[0], seed])
-    drawn = np.random.default_rng(seed)
-    if kind == "audio":
-        samples = int(16_000 * how[0])
-        steps = drawn.integers(100, 2000, 1 + samples // 1600).repeat(1600)[:samples]
-        return np.sin(np.cumsum(steps) * 2 * np.pi / 16_000).astype(np.float32), 16_000
-    count, rate = how
-    frames = np.stack([np.asarray(picture([*FRAME, 100 * seed + at])) for at in range(count)])
-    about = {
-        "fps": rate,
-        "duration": count / rate,
-        "total_num_frames": count,
-        "frames_indices": list(range(count)),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
-    return frames, about
-
-
-def by_kind(items: list[str], values: list[Any]) -> dict[str, list[Any]]:
-    kinds: dict[str, list[Any]] = {}
-    for item, value in zip(items, values, strict=True):
-        kinds.setdefault(MEDIA[item][0], []).append(value)
-    return kinds
 
 
 # -- one engine ------------------------------------------------------------------------------
