@@ -1,6 +1,8 @@
 """One architecture of the matrix, in a vLLM environment: engines answer its rows.
 
-    python matrix.py ARCHITECTURE DIRECTORY ADDRESS ROW...
+    python matrix.py ARCHITECTURE DIRECTORY ADDRESS chats|none ROW...
+
+With "chats" rows that have videos or sounds are asked in chats, too.
 
 The engines are forks of this process, so that what all need is imported once.
 """
@@ -39,7 +41,8 @@ from e2e.engine_process import daemons, forget, runner
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.items import by_kind, medium
-from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
+from e2e.models.server import Server
+from e2e.models.table import ARCHITECTURES, CHAT, CHAT_AGAIN, MEDIA, Architecture
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_client.vllm.middleware.outlines import Outlines
@@ -177,8 +180,7 @@ class Engine:
         made.pop("mm_processor_kwargs", None)  # which are in names
         made["multi_modal_uuids"] = named
         made["multi_modal_data"] = {kind: [None] * len(each) for kind, each in named.items()}
-        before = self.processed
-        return self.ask(items, made=made) | {"processed": self.processed - before}
+        return self.ask(items, made=made) | {"processed": self.processed}
 
     def prompt(self, items: list[str], names: dict[str, dict] | None) -> dict:
         """A prompt with these items; with names by these, and their metadata, in place of media."""
@@ -207,13 +209,36 @@ class Engine:
         self, items: list[str], names: dict[str, dict] | None = None, made: dict | None = None
     ) -> dict:
         """The answer to these items, forgotten before, and the forwards that it took."""
+        return self._counted(
+            lambda: self._answer(self.prompt(items, names) if made is None else made)
+        )
+
+    def chats(self, rows: dict[str, list[str]]) -> dict[str, dict]:
+        """The answers to rows that are asked in chats; twice where there is a middleware."""
+        marks = {
+            kind: self._processor.dummy_inputs.get_dummy_text({kind: 1})
+            for kind in self._tried.media
+        }
+        server = Server(self._llm, marks, has_middleware=has_ec_transfer())
+        times = (CHAT, CHAT_AGAIN) if has_ec_transfer() else (CHAT,)
+        found = {}
+        for name, items in rows.items():
+            for time in times:
+                if time == CHAT_AGAIN:  # or vLLM itself preprocesses nothing again
+                    self._llm.llm_engine.reset_mm_cache()
+                answer = self._counted(lambda items=items: server.ask(items, TOKENS))
+                found[f"{name}, {time}"] = answer | {"processed": self.processed}
+        self._llm.llm_engine.reset_mm_cache()
+        server.close()
+        return found
+
+    def _counted(self, answer: Callable[[], dict]) -> dict:
         forget(self._llm)
-        self.forwards = 0
+        self.forwards = self.processed = 0
         try:
-            prompt = self.prompt(items, names) if made is None else made
-            answer = self._answer(prompt) | {"forwards": self.forwards}
+            found = answer() | {"forwards": self.forwards}
             self._await_saves()
-            return answer
+            return found
         except Exception as error:
             if self._llm.llm_engine.has_unfinished_requests():
                 raise  # the engine has ended
@@ -292,10 +317,14 @@ def answers(
     role: str,
     rows: dict[str, list[str]],
     named: dict[str, dict] | None = None,
+    chats: dict[str, list[str]] | None = None,
 ) -> dict[str, dict]:
-    """The answers of an engine of this role; a consumer's also by what the encoder `named`."""
+    """The answers of an engine of this role; a consumer's also by what the encoder `named`.
+
+    Those of `chats` are asked first: the middleware is not to meet this module's own outlines.
+    """
     engine = Engine(tried, directory, role, address)
-    found = {}
+    found = engine.chats(chats) if chats else {}
     for name, items in rows.items():
         if role == "ec_both":
             engine.outlines.latest.clear()
@@ -322,9 +351,10 @@ def names_of(items: list[str], answer: dict) -> dict[str, dict] | None:
     return names if all_named and all(each.get("metadata") for each in names.values()) else None
 
 
-def main(name: str, directory: str, address: str, *chosen: str) -> dict:
+def main(name: str, directory: str, address: str, how: str, *chosen: str) -> dict:
     tried = ARCHITECTURES[name]
     rows = tried.rows(chosen)
+    chats = tried.chats(chosen) if how == "chats" else {}
     Path(directory).mkdir()
     to = Checkpoint(Path(directory), tried.kind)
     here = tried, to.directory, address
@@ -338,9 +368,9 @@ def main(name: str, directory: str, address: str, *chosen: str) -> dict:
     tried.make(to)
     with contextlib.suppress(Exception):  # or each engine imports it anew, and fails
         registry.ModelRegistry.models[tried.kind].load_model_cls()
-    plain = Fork(lambda: answers(*here, "plain", rows))
+    plain = Fork(lambda: answers(*here, "plain", rows, chats=chats))
     producer = Fork(lambda: answers(*here, "encoder", rows))
-    both = Fork(lambda: answers(*here, "ec_both", rows))
+    both = Fork(lambda: answers(*here, "ec_both", rows, chats=chats))
     named = producer.result()
     consumer = Fork(lambda: answers(*here, "ec_consumer", rows, named))
     return {

@@ -20,8 +20,12 @@ those of an engine without ecd, and the consumer's encoder never ran
 encode them, and preprocesses them unless its [middleware](vllm-middleware.md#outlines) has found
 them *by outline*.
 
-| family | vLLM's classes | media | by metadata | by outline | remarks |
-| --- | --- | --- | --- | --- | --- |
+Videos and audio, alone and beside other media, were also asked for twice in chats, at vLLM's
+server with the middleware. The answers were those of the server without ecd, and the second time
+the encoder never ran. *In chats*: media that were then neither decoded nor preprocessed.
+
+| family | vLLM's classes | media | by metadata | by outline | in chats | remarks |
+| --- | --- | --- | --- | --- | --- | --- |
 """
 NOT_RUN = """
 ## Not run
@@ -45,6 +49,8 @@ def remarks(each: Architecture) -> str:
         said.append("as a pooling model")
     if each.encoder != "ec_producer":
         said.append("encode with `ec_both`: vLLM has no `ec_producer` for it")
+    if each.only_rate:
+        said.append(f"in chats only videos whose frames are {1 / each.only_rate:g} s apart")
     if each.engine.get("model_impl"):
         said.append(f"with `--model-impl {each.engine['model_impl']}`")
     if each.tolerance > Architecture.tolerance:
@@ -63,7 +69,8 @@ def lines() -> Iterator[str]:
             media = ", ".join(each.media)
             by_metadata = ", ".join(each.by_metadata.split()) or "none"
             by_outline = ", ".join(each.by_outline.split()) or "none"
-            row = each.family, media, by_metadata, by_outline, remarks(each)
+            in_chats = ", ".join(each.by_middleware()) or ("none" if each.chats() else "")
+            row = each.family, media, by_metadata, by_outline, in_chats, remarks(each)
             alike.setdefault(row, []).append(f"`{each.kind}`")
     for (family, *of_all), kinds in alike.items():
         yield f"| {' | '.join((family, ', '.join(kinds), *of_all))} |\n".replace("  ", " ")

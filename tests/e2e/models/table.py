@@ -64,6 +64,12 @@ QUICK = (
     *("a video at 2 frames a second", "an image and a video", "sounds in another order"),
 )
 """The rows of `make test`."""
+CHAT, CHAT_AGAIN = "in a chat", "in a chat again"
+"""What answers in chats have behind the name of their row."""
+
+
+def kinds_of(items: list[str]) -> set[str]:
+    return {MEDIA[item][0] for item in items}
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class Architecture:
     """Whether it needs packages that vLLM does not bring, which are in .venvs/models."""
     rate_by_option: bool = False
     """Whether a video's frames a second are an option of the processor, not the video's own."""
+    only_rate: float | None = None
+    """The only frames a second at which the middleware leaves videos out, if there is one."""
     pools: str = ""
     """vLLM's task of a pooling model, which answers with vectors: "embed" or "token_embed"."""
     tolerance: float = 0.002
@@ -113,6 +121,25 @@ class Architecture:
         kinds = [MEDIA[item][0] for item in items]
         limits = self.limits()
         return all(kinds.count(kind) <= limits.get(kind, 0) for kind in kinds)
+
+    def chats(self, names: tuple[str, ...] = tuple(ROWS)) -> dict[str, list[str]]:
+        """Those of these rows that are asked in chats, too: those with videos or sounds."""
+        rows = self.rows(names).items()
+        return {name: items for name, items in rows if kinds_of(items) - {"image"}}
+
+    def leaves_out(self, items: list[str]) -> bool:
+        """Whether the middleware leaves these items out of a request, once ecd has them."""
+        kinds, outlined = kinds_of(items), set(self.by_outline.split())
+        described = set(self.by_metadata.split()) - outlined
+        rates = {MEDIA[item][2] for item in items if MEDIA[item][0] == "video"}
+        fits = self.only_rate is None or rates <= {self.only_rate}
+        return fits and (kinds <= outlined or kinds <= described)
+
+    def by_middleware(self) -> list[str]:
+        """The media that the middleware leaves out of a row that is asked in a chat."""
+        rows = filter(self.leaves_out, self.chats().values())
+        left_out = set().union(*map(kinds_of, rows))
+        return [kind for kind in self.media if kind in left_out]
 
     def limits(self) -> dict[str, int]:
         """How many items of each medium a prompt has at most."""

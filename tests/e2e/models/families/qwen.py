@@ -82,6 +82,7 @@ def qwen2_vl(to: Checkpoint) -> None:
     "image video",
     by_metadata="image video",
     rate_by_option=True,
+    only_rate=2.0,
     quick=True,
 )
 def qwen2_5_vl(to: Checkpoint) -> None:
