@@ -49,8 +49,6 @@ def remarks(each: Architecture) -> str:
         said.append("as a pooling model")
     if each.encoder != "ec_producer":
         said.append("encode with `ec_both`: vLLM has no `ec_producer` for it")
-    if each.only_rate:
-        said.append(f"in chats only videos whose frames are {1 / each.only_rate:g} s apart")
     if each.engine.get("model_impl"):
         said.append(f"with `--model-impl {each.engine['model_impl']}`")
     if each.tolerance > Architecture.tolerance:

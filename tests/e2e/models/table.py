@@ -100,8 +100,6 @@ class Architecture:
     """Whether it needs packages that vLLM does not bring, which are in .venvs/models."""
     rate_by_option: bool = False
     """Whether a video's frames a second are an option of the processor, not the video's own."""
-    only_rate: float | None = None
-    """The only frames a second at which the middleware leaves videos out, if there is one."""
     pools: str = ""
     """vLLM's task of a pooling model, which answers with vectors: "embed" or "token_embed"."""
     tolerance: float = 0.002
@@ -129,11 +127,7 @@ class Architecture:
 
     def leaves_out(self, items: list[str]) -> bool:
         """Whether the middleware leaves these items out of a request, once ecd has them."""
-        kinds, outlined = kinds_of(items), set(self.by_outline.split())
-        described = set(self.by_metadata.split()) - outlined
-        rates = {MEDIA[item][2] for item in items if MEDIA[item][0] == "video"}
-        fits = self.only_rate is None or rates <= {self.only_rate}
-        return fits and (kinds <= outlined or kinds <= described)
+        return kinds_of(items) <= {*self.by_outline.split(), *self.by_metadata.split()}
 
     def by_middleware(self) -> list[str]:
         """The media that the middleware leaves out of a row that is asked in a chat."""

@@ -81,8 +81,8 @@ def qwen2_vl(to: Checkpoint) -> None:
     "Qwen2_5_VLForConditionalGeneration",
     "image video",
     by_metadata="image video",
+    by_outline="video",
     rate_by_option=True,
-    only_rate=2.0,
     quick=True,
 )
 def qwen2_5_vl(to: Checkpoint) -> None:
@@ -237,6 +237,7 @@ def omni(to: Checkpoint, kind: str, begin: str, end: str, audio: str, **processi
     "Qwen2_5OmniForConditionalGeneration",
     "image video audio",
     by_metadata="image video audio",
+    by_outline="video",
     rate_by_option=True,
     quick=True,
 )
