@@ -71,9 +71,12 @@ def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
     require("models")  # which decode sounds
     said = result_of(version, "media_seams.py", str(tmp_path))
     none, named = "--limit-mm-per-prompt allows none", "--media-io-kwargs change their names"
+    nothing = {"video": "nothing that the model takes can stand in their place"}
+    some = {} if version == VERSIONS[0] else nothing
+    looked_up = [kind for kind in ("image", "video", "audio") if kind not in some]
     assert said.pop("kinds") == [
-        [["image", "video", "audio"], ["video"], {}],
-        [["video", "audio"], ["video"], {"image": none}],
+        [looked_up, [], some],
+        [looked_up[1:], [], {"image": none, **some}],
         [[], [], {"image": none, "video": named, "audio": named}],
     ]
     kinds = ["a video", "frames", "a sound", "a sound in JSON"]

@@ -23,6 +23,7 @@ from ecd_client.vllm.base.compat import (
 )
 from ecd_client.vllm.base.fields import (
     ASSUMED,
+    AUDIO_IN_VIDEO,
     GRID,
     TIMES,
     has_more,
@@ -240,23 +241,21 @@ class PlaceholderMetadata:
 
     def needs_outline(self, modality: str) -> bool:
         """Whether outlines of such items say what entries do not: when the frames were, perhaps."""
-        return not self.fits_entry(modality) or self._has_step(modality)
+        return not self.fits_entry(modality) or self._has(STEP, modality)
 
-    def _has_step(self, modality: str) -> bool:
-        """Whether the model reads of such items how far their frames are apart."""
-        if STEP in self.fields_for(modality):
-            return True
+    def _has(self, field: str, modality: str) -> bool:
+        """Whether such items may have the field."""
         try:
             made = self._processor._get_mm_fields_config({}, {})
-            return STEP in made and made[STEP].modality == modality
+            return field in made and made[field].modality == modality
         except Exception:  # the model's own code
-            return False
+            return field in self.fields_for(modality)
 
     def can_outline(self, modality: str) -> bool:
         """Whether an outline of an item (`middleware.outlines`) can take its place.
 
         An item's positions follow from its tokens, or from fields that are metadata. Mistral's
-        tokenizer needs the medium itself.
+        tokenizer needs the medium itself, and Qwen's Omni models a field of each video.
         """
         follows = self.announces(modality) or not (
             self._places_by_fields() or self.fields_for(modality)
@@ -264,6 +263,7 @@ class PlaceholderMetadata:
         try:
             return (
                 follows
+                and not self._has(AUDIO_IN_VIDEO, modality)
                 and not self._is_pruned(modality)
                 and not is_mistrals(self._model_config)
                 and caches_as_vllm(type(self._processor))
@@ -311,7 +311,7 @@ class PlaceholderMetadata:
         if not wanted or placeholder is None or not placeholder.fits(self._merge, embeddings):
             return None
         said = placeholder.fields.keys()
-        is_known = said == wanted or (said == wanted | {STEP} and self._has_step(modality))
+        is_known = said == wanted or (said == wanted | {STEP} and self._has(STEP, modality))
         return placeholder if is_known else None
 
     def fields_for(self, modality: str) -> set[str]:

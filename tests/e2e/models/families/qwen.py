@@ -237,7 +237,6 @@ def omni(to: Checkpoint, kind: str, begin: str, end: str, audio: str, **processi
     "Qwen2_5OmniForConditionalGeneration",
     "image video audio",
     by_metadata="image video audio",
-    by_outline="video",
     rate_by_option=True,
     quick=True,
 )
