@@ -23,7 +23,9 @@ _ports = itertools.count()
 def as_peer(make_daemon: Callable[..., Daemon], pool: str = "64MiB", **settings: str) -> Daemon:
     """A daemon on a loopback address of its own, which stands for a node. It is patient."""
     node = settings.pop("ECD_PEER_ADDRESS", f"127.0.77.{next(_hosts)}:9465")
-    first = 19000 + 16 * next(_ports)  # its own: a port that was closed rests for a minute
+    # Its own: a port that was closed rests for a minute. Servers of tests have those from 20000 on,
+    # some on all addresses.
+    first = 10000 + 16 * next(_ports)
     clustered = {
         "ECD_PEER_ADDRESS": node,
         "ECD_PEER_TOKEN": TOKEN,
