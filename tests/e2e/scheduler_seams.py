@@ -547,8 +547,10 @@ if CAN_LEAVE_OUT_MEDIA:
         "preempted", feature("computed", 8, said={"image_grid_thw": torch.tensor(grid)})
     )
     done["tokens of others, before a preemption"] = settled(asked, 8)
+    asked.num_computed_tokens = 8  # it takes them
+    connector.ensure_cache_available(asked, 8)
     role._computed.remember("computed", b"others")
-    asked.num_preemptions = 1
+    asked.num_preemptions, asked.num_computed_tokens = 1, 0
     connector.ensure_cache_available(asked, 8)
     done["tokens of others, after it"] = not asked.skip_reading_prefix_cache
     connector.request_finished(asked)
