@@ -383,17 +383,17 @@ def test_the_answers_of_two_producers_are_merged(
         assert reply["encoded"] == 0
 
 
+@pytest.mark.usefixtures("daemon")
 def test_a_salted_request_beside_a_connector_for_kv_is_answered(
-    daemon: Daemon,
-    start_engine: Callable[..., Engine],
-    plain: Plain,
-    new: Pictures,
-    tmp_path: Path,
+    start_engine: Callable[..., Engine], plain: Plain, new: Pictures, tmp_path: Path
 ) -> None:
-    """That connector asks for a prompt's KV by its items' names, and loads it by them later."""
+    """That connector is asked for a prompt's KV by its items' names in the engine alone."""
     request = {**new.request(), "text": "what is in this picture? " * 40}
+    salted = {**request, "cache_salt": "of a tenant"}
     right = tokens(plain.generate([request]))
     engine = start_engine("ec_both", kv=str(tmp_path / "kv")).wait_ready()
-    for asked in (request, *[{**request, "cache_salt": "of a tenant"}] * 2):
+    for asked, has_kv in ((request, False), (salted, False), (salted, True)):
+        hits = engine.log.read_text().count("External Cache Hit")
         assert tokens(engine.generate([asked])) == right
+        assert (engine.log.read_text().count("External Cache Hit") > hits) == has_kv
         engine.do("reset", calls=[])  # of vLLM's own cache of prefixes
