@@ -143,10 +143,14 @@ class Found(NamedTuple):
         return self.medium.name
 
     @property
+    def placeholder(self) -> Placeholder | None:
+        """The medium's metadata, which its outline may have, too."""
+        return self.said.placeholder if isinstance(self.said, Outline) else self.said
+
+    @property
     def fields(self) -> Mapping[str, Any]:
         """The metadata that an engine which encodes says of the medium."""
-        said = self.said.placeholder if isinstance(self.said, Outline) else self.said
-        return {} if said is None else said.fields
+        return {} if self.placeholder is None else self.placeholder.fields
 
 
 class Missing(NamedTuple):

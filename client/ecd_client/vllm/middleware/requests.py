@@ -94,6 +94,7 @@ class Requests:
         self._outlines = Outlines(metadata.of_outline, self._keep)
         if outlined:
             self._front_end = metadata.front_end()
+            self._can_outline = set(filter(metadata.can_outline, kinds))
             self._outlines.install()
         multimodal = model_config.multimodal_config
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
@@ -220,7 +221,7 @@ class Requests:
         said = {type(found.said) for found in look.found} | {Placeholder for _ in look.missing}
         if Outline not in said:
             return len(said) == 1
-        return all(self._metadata.can_outline(kind) for kind in {each.kind for each in look.media})
+        return {medium.kind for medium in look.media} <= self._can_outline
 
     def _name(self, medium: Medium) -> None:
         if medium.name:
@@ -262,16 +263,20 @@ class Requests:
         if said is None and item.shape and kind in self._outlined:
             # An outline comes from where its entry has come from.
             said = self._outline(item, kind, nodes, 0.0 if was_here else until_s)
-        fields = said.placeholder if isinstance(said, Outline) else said
-        if self._only_encodes and fields is not None and not self._metadata.is_taken(kind, fields):
+        if said is None:
+            item.close()
+            return None
+        found = Found(medium, item, said)
+        told = found.placeholder
+        if self._only_encodes and told is not None and not self._metadata.is_taken(kind, told):
             return Found(medium, item, None)
-        if said is not None:
-            return Found(medium, item, said)
-        item.close()
-        return None
+        return found
 
     def _said(self, item: Item, kind: str) -> Placeholder | Outline | None:
-        """What an entry itself says of a medium, if that does."""
+        """The metadata of an entry, or their outline if no server takes them in a request.
+
+        None: it carries none, or not all.
+        """
         claimed = Placeholder.unpack(item.metadata)
         if claimed is None or claimed.modality != kind or not item.shape:
             return None
