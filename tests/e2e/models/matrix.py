@@ -102,8 +102,7 @@ class Kept(Outlines):
     def note(self, name: str, item: Any, updates: Any) -> None:
         kind = updates[0].modality
         self.latest.setdefault(kind, []).append(name)
-        has_outlines = self._metadata.can_outline(kind) and self._metadata.needs_outline(kind)
-        if has_outlines and item is not None:
+        if self._metadata.needs_outline(kind) and item is not None:
             with self.wanting({name: ("", name)}):
                 super().note(name, item, updates)
 

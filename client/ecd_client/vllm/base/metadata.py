@@ -141,6 +141,12 @@ class PlaceholderMetadata:
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
 
+    @functools.cached_property
+    def _made(self) -> Mapping[str, Any]:
+        """How the processor makes each field of its items. Raises what the model's code does."""
+        made: Mapping[str, Any] = self._processor._get_mm_fields_config({}, {})
+        return made
+
     def front_end(self) -> str:
         """A digest of what makes prompts of media: vLLM, transformers, and the tokenizer."""
         tokens = sorted(self._processor.info.get_tokenizer().get_vocab().items())
@@ -166,12 +172,11 @@ class PlaceholderMetadata:
 
     def _takes(self, modality: str) -> bool:
         try:
-            processor = self._processor
-            made = processor._get_mm_fields_config({}, {})
-            if not self.fields_for(modality) <= made.keys():
+            if not self.fields_for(modality) <= self._made.keys():
                 return False
             if not CAN_LEAVE_OUT_MEDIA:
                 return True
+            processor = self._processor
             kind = type(processor.info)
             consumers = type("Consumers", (kind,), {"allow_missing_mm_embeddings": True})
             parser = consumers(processor.info.ctx).get_data_parser()
@@ -240,13 +245,14 @@ class PlaceholderMetadata:
         return self.announces(modality) and not self.fields_for(modality) & {TIMES, STEP}
 
     def needs_outline(self, modality: str) -> bool:
-        """Whether outlines of such items say what entries do not: when the frames were, perhaps."""
-        return not self.fits_entry(modality) or self._has(STEP, modality)
+        """Whether such items may have an outline that says what their entries do not."""
+        may_lack = not self.fits_entry(modality) or self._has(STEP, modality)
+        return may_lack and self.can_outline(modality)
 
     def _has(self, field: str, modality: str) -> bool:
         """Whether such items may have the field."""
         try:
-            made = self._processor._get_mm_fields_config({}, {})
+            made = self._made
             return field in made and made[field].modality == modality
         except Exception:  # the model's own code
             return field in self.fields_for(modality)

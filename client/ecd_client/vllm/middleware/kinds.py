@@ -34,10 +34,11 @@ def kinds_of(
             left_out[kind] = "ecd_modalities leaves them out"
         elif names.has_io_kwargs(kind) and (kind == IMAGE or only_encodes):
             left_out[kind] = "--media-io-kwargs change their names"
-        elif metadata.fits_entry(kind) or metadata.can_outline(kind):
+        elif metadata.needs_outline(kind):
             looked_up.append(kind)
-            if metadata.needs_outline(kind) and metadata.can_outline(kind):
-                outlined.append(kind)
+            outlined.append(kind)
+        elif metadata.fits_entry(kind):
+            looked_up.append(kind)
         else:
             left_out[kind] = "nothing that the model takes can stand in their place"
     return looked_up, outlined, left_out
