@@ -93,14 +93,21 @@ def asked(request: pytest.FixtureRequest, engine_of: Callable[..., Engine]) -> E
     return engine_of(request.param)
 
 
+UNTRIMMED = "from ecd.core.pool.pool import Pool", "Pool.needs_trim = lambda pool: False"
+Squeezed = Callable[..., contextlib.AbstractContextManager]
+
+
 @pytest.fixture
-def squeezed(
-    daemon: Daemon, engines: Engines
-) -> Callable[[int], contextlib.AbstractContextManager]:
-    """Reserve all of the smallest pool but so many bytes, in a daemon that was started anew."""
+def squeezed(daemon: Daemon, engines: Engines) -> Squeezed:
+    """Reserve all of the smallest pool but so many bytes, in a daemon that was started anew.
+
+    It is above its high watermark, but nothing is evicted for that: what fits is stored for good.
+    The daemon runs `lines` of Python before it begins.
+    """
 
     @contextlib.contextmanager
-    def squeezed(left_bytes: int) -> Iterator[None]:
+    def squeezed(left_bytes: int, *lines: str) -> Iterator[None]:
+        daemon.command = changed(*UNTRIMMED, *lines)
         anew(daemon, engines, "1MiB")
         with being_written(daemon.address, (1 << 20) - left_bytes):
             yield
@@ -229,7 +236,7 @@ def test_what_is_announced_is_stored(
     daemon: Daemon,
     engines: Engines,
     producer: Engine,
-    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    squeezed: Squeezed,
     new: Pictures,
 ) -> None:
     """A consumer that is sent metadata has nothing else to make an embedding of."""
@@ -260,7 +267,7 @@ def test_what_is_announced_is_stored(
 def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
     daemon: Daemon,
     producer: Engine,
-    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    squeezed: Squeezed,
     new: Pictures,
     gate: Gate,
 ) -> None:
@@ -272,7 +279,7 @@ def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
     def told() -> list[bool]:
         return announced(producer.generate([new.named()], max_tokens=1))
 
-    daemon.command = changed(
+    gated = (
         "import asyncio",
         "from ecd.live.live import LiveCache",
         "import os",
@@ -284,7 +291,7 @@ def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
         "    return await reserve(*about)",
         "LiveCache._reserve = reserve_at_a_gate",
     )
-    with squeezed(4 * ENTRY_BYTES):
+    with squeezed(4 * ENTRY_BYTES, *gated):
         with constants(producer, worker__worker__SEEN_WITHIN_S=0.1):
             assert told() == [False]
         gate.open()
@@ -297,7 +304,7 @@ def test_the_counters_say_what_was_stored_and_what_was_missed(
     engines: Engines,
     producer: Engine,
     both: Engine,
-    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    squeezed: Squeezed,
     new: Pictures,
 ) -> None:
     producer.generate([WORDS], max_tokens=1)  # a save is counted with the step after it
