@@ -1083,7 +1083,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/middleware/places.py",
+            "client/ecd_client/vllm/middleware/hop/places.py",
             "next((turn for turn in self.turns if not turn.done()), None)",
             "next(iter(self.turns), None)",
         ),
@@ -1092,7 +1092,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/middleware/places.py",
+            "client/ecd_client/vllm/middleware/hop/places.py",
             "if not self._free or self._held[asker.caller] >= self._share:",
             "if not self._free:",
         ),
@@ -1101,7 +1101,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/middleware/places.py",
+            "client/ecd_client/vllm/middleware/hop/places.py",
             "if self._goes_by_age or asker.pictures == 1:",
             "if chosen:",
         ),
@@ -1110,7 +1110,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/middleware/places.py",
+            "client/ecd_client/vllm/middleware/hop/places.py",
             "self._goes_by_age = not self._goes_by_age",
             "self._goes_by_age = not after",
         ),
@@ -1119,7 +1119,7 @@ EDITED = {
         "vllm",
         "integration/test_encode_hop.py",
         Edit(
-            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
             "        if look.names is None:",
             "        if not look.promised:",
         ),
@@ -1128,7 +1128,7 @@ EDITED = {
         "vllm",
         "integration/test_encode_hop.py",
         Edit(
-            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
             "if may_be_together([*found",
             "if placeholders or may_be_together([*found",
         ),
@@ -1394,7 +1394,7 @@ EDITED = {
         "vllm-middleware",
         "unit/test_encoders.py",
         Edit(
-            "client/ecd_client/vllm/middleware/registered.py",
+            "client/ecd_client/vllm/middleware/hop/registered.py",
             " if each.engine != own_engine]",
             "]",
         ),
@@ -1402,18 +1402,20 @@ EDITED = {
     "an engine that prefills gets pictures of others": Bug(
         "vllm-middleware",
         "unit/test_encoders.py",
-        Edit("client/ecd_client/vllm/middleware/registered.py", "encode_only or others", "others"),
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/registered.py", "encode_only or others", "others"
+        ),
     ),
     "an encoder that has left is called": Bug(
         "vllm-middleware",
         "unit/test_encoders.py",
-        Edit("client/ecd_client/vllm/middleware/encoders.py", " if each not in left]", "]"),
+        Edit("client/ecd_client/vllm/middleware/hop/encoders.py", " if each not in left]", "]"),
     ),
     "an encoder that stays forgets that it failed": Bug(
         "vllm-middleware",
         "unit/test_encoders.py",
         Edit(
-            "client/ecd_client/vllm/middleware/encoders.py",
+            "client/ecd_client/vllm/middleware/hop/encoders.py",
             "known.setdefault(url, Encoder(url))._listed_s = now_s",
             "known[url] = Encoder(url, _listed_s=now_s)",
         ),
@@ -1422,7 +1424,7 @@ EDITED = {
         "vllm-middleware",
         "integration/test_registered.py",
         Edit(
-            "client/ecd_client/vllm/middleware/registered.py",
+            "client/ecd_client/vllm/middleware/hop/registered.py",
             "self._engine), KEPT_S)",
             "self._engine), 0.0)",
         ),
@@ -1431,7 +1433,7 @@ EDITED = {
         "vllm-middleware",
         "integration/test_registered.py",
         Edit(
-            "client/ecd_client/vllm/middleware/registered.py",
+            "client/ecd_client/vllm/middleware/hop/registered.py",
             "            self._hop.use([], 0.0)  # they store under another name\n",
             "",
         ),
@@ -1440,7 +1442,7 @@ EDITED = {
         "vllm-middleware",
         "integration/test_registered.py",
         Edit(
-            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
             "                    self._metrics.forget(encoder.url)\n",
             "                    pass\n",
         ),
@@ -1449,7 +1451,7 @@ EDITED = {
         "vllm-middleware",
         "integration/test_registered.py",
         Edit(
-            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
             "            self._metrics.forget(gone.url)\n",
             "            pass\n",
         ),

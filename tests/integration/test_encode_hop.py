@@ -16,9 +16,9 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from ecd_client import Client
-from ecd_client.vllm.middleware import encode_hop, encoders
-from ecd_client.vllm.middleware.encode_hop import IS_HOP, EncodeHop, NotEncoded
-from ecd_client.vllm.middleware.encoders import Encoders
+from ecd_client.vllm.middleware.hop import encode_hop, encoders
+from ecd_client.vllm.middleware.hop.encode_hop import IS_HOP, EncodeHop, NotEncoded
+from ecd_client.vllm.middleware.hop.encoders import Encoders
 from ecd_client.vllm.middleware.media import Medium, Missing
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint

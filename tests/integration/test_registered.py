@@ -15,9 +15,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ecd_client import Client, InvalidArgument
-from ecd_client.vllm.middleware import registered
-from ecd_client.vllm.middleware.encode_hop import NotEncoded
-from ecd_client.vllm.middleware.registered import Registered, Registration, repeat
+from ecd_client.vllm.middleware.hop import registered
+from ecd_client.vllm.middleware.hop.encode_hop import NotEncoded
+from ecd_client.vllm.middleware.hop.registered import Registered, Registration, repeat
 from ecd_proto.encoders import MAX_ENCODERS
 from ecd_proto.engines import Engine
 from integration.test_encode_hop import GRID, count, encodes, hop_to, picture, waits

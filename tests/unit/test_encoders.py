@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.middleware.encoders import RESTS, Encoder, Encoders, tokens_of, urls_in
-from ecd_client.vllm.middleware.registered import URL_VARIABLE, server_url, urls_of
+from ecd_client.vllm.middleware.hop.encoders import RESTS, Encoder, Encoders, tokens_of, urls_in
+from ecd_client.vllm.middleware.hop.registered import URL_VARIABLE, server_url, urls_of
 from ecd_proto.encoders import MAX_URL_BYTES, RegisteredEncoder
 from ecd_proto.v1 import cache_pb2 as pb
 from support.examples import draws

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 
 import pytest
 
-from ecd_client.vllm.middleware.places import Asker, Places
+from ecd_client.vllm.middleware.hop.places import Asker, Places
 
 
 def waiting(places: Places, *askers: Asker) -> list[asyncio.Task[None]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ecd_client.item import Item
 from ecd_client.vllm.base.hints import add_hints
 from ecd_client.vllm.base.names import stored_name
-from ecd_client.vllm.middleware.encoders import Encoder
+from ecd_client.vllm.middleware.hop.encoders import Encoder
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder

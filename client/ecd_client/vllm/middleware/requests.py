@@ -23,8 +23,8 @@ from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import outline_name, stored_name
 from ecd_client.vllm.base.settings import Settings
-from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
 from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.hop.encoders import UNKNOWN_TOKENS, tokens_of
 from ecd_client.vllm.middleware.media import (
     AUDIO,
     FORMATS,

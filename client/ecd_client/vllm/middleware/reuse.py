@@ -40,22 +40,22 @@ from ecd_client.vllm.middleware.asgi import (
     whole_body,
     with_body,
 )
-from ecd_client.vllm.middleware.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
-from ecd_client.vllm.middleware.kinds import called, kinds_of
-from ecd_client.vllm.middleware.media import Look
-from ecd_client.vllm.middleware.naming import Names
-from ecd_client.vllm.middleware.registered import (
+from ecd_client.vllm.middleware.hop.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
+from ecd_client.vllm.middleware.hop.registered import (
     URL_VARIABLE,
     Registered,
     Registration,
     repeat,
     server_url,
 )
+from ecd_client.vllm.middleware.kinds import called, kinds_of
+from ecd_client.vllm.middleware.media import Look
+from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.requests import Requests
 from ecd_client.vllm.middleware.rests import Rests
 
 if TYPE_CHECKING:
-    from ecd_client.vllm.middleware.encode_hop import EncodeHop
+    from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -347,7 +347,7 @@ def _hop(
         return None
     if not (urls or follows):
         return None
-    from ecd_client.vllm.middleware.encode_hop import EncodeHop  # which imports an HTTP client
+    from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop  # which imports an HTTP client
 
     named = "the encoders that are registered (ecd-cli encoders)" if follows else ", ".join(urls)
     logger.info("ecd: pictures that are not stored go to %s", named)

@@ -21,9 +21,9 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import CONSUMERS, hints_in
-from ecd_client.vllm.middleware.encoders import Encoder, Encoders
+from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
+from ecd_client.vllm.middleware.hop.places import Asker, Places
 from ecd_client.vllm.middleware.media import Look, Missing, Promise
-from ecd_client.vllm.middleware.places import Asker, Places
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonTooOld, EcdError
-from ecd_client.vllm.middleware.encoders import KEPT_S
+from ecd_client.vllm.middleware.hop.encoders import KEPT_S
 from ecd_proto.encoders import RegisteredEncoder, checked_url
 
 if TYPE_CHECKING:
-    from ecd_client.vllm.middleware.encode_hop import EncodeHop
+    from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
