@@ -1102,7 +1102,7 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/places.py",
-            "if self._goes_by_age or asker.pictures == 1:",
+            "if self._goes_by_age or asker.media == 1:",
             "if chosen:",
         ),
     ),

@@ -122,6 +122,6 @@ def test_who_leaves_the_queue_takes_no_place(order: str, is_one_request: bool) -
         await stays
         places.give(other)
         assert places.take(one)
-        assert (one.pictures, two.pictures, other.pictures) == (1, 0, 0)
+        assert (one.media, two.media, other.media) == (1, 0, 0)
 
     run(test())

@@ -1,7 +1,7 @@
 """Places that requests share: no caller, and no large request, keeps others from them.
 
 Behind a gateway all users are one caller. So every other place that comes free goes to the waiting
-request with the fewest pictures, which then does not wait for all pictures of large ones. The rest
+request with the fewest media, which then does not wait for all media of large ones. The rest
 go to the oldest, so that large requests get on beside any number of small ones.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """One request of a caller. `pictures` counts its pictures that have a place or wait for one."""
+    """One request of a caller. `media` counts its media that have a place or wait for one."""
 
     caller: str
-    pictures: int = 0
+    media: int = 0
     turns: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def turn(self) -> asyncio.Future[None] | None:
-        """The first waiting picture that was not withdrawn meanwhile."""
+        """The first waiting medium that was not withdrawn meanwhile."""
         return next((turn for turn in self.turns if not turn.done()), None)
 
 
@@ -42,7 +42,7 @@ class Places:
         """Take a place now. False: there is none for this caller."""
         if not self._free or self._held[asker.caller] >= self._share:
             return False
-        asker.pictures += 1
+        asker.media += 1
         self._take(asker)
         return True
 
@@ -51,14 +51,14 @@ class Places:
         if self.take(asker):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asker.pictures += 1
+        asker.media += 1
         asker.turns.append(turn)
         self._waiting.setdefault(asker)
         try:
             await turn
         except BaseException:
             if turn.cancelled():
-                asker.pictures -= 1
+                asker.media -= 1
                 self._leave(asker, turn)
             else:  # its turn came meanwhile
                 self.give(asker)
@@ -66,7 +66,7 @@ class Places:
 
     def give(self, asker: Asker) -> None:
         """Give a place back: to a waiting request whose caller does not have its share."""
-        asker.pictures -= 1
+        asker.media -= 1
         self._free += 1
         self._held[asker.caller] -= 1
         if not self._held[asker.caller]:
@@ -82,11 +82,11 @@ class Places:
         """The request that is due: the oldest one, or the oldest of the smallest ones."""
         chosen: Asker | None = None
         for asker in self._waiting:
-            if chosen is not None and asker.pictures >= chosen.pictures:
+            if chosen is not None and asker.media >= chosen.media:
                 continue
             if self._held[asker.caller] < self._share and asker.turn:
                 chosen = asker
-                if self._goes_by_age or asker.pictures == 1:
+                if self._goes_by_age or asker.media == 1:
                     break
         return chosen
 
