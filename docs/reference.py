@@ -63,8 +63,8 @@ CLIENTS = """
 | `ECD_PIN` | `auto` | `off`: [pin](gpu.md#ecd_pin) nothing for the GPU. |
 | `ECD_SGLANG_NAMESPACE` | none | [SGLang's encoder](sglang.md) uses ecd, under this name. |
 | `ECD_ENCODERS` | none | URLs, with commas between them, of the encoders that the middleware of \
-vLLM's server [sends pictures to](vllm-middleware.md#encoders-without-a-proxy), or `directory` for \
-[those that register themselves](vllm-middleware.md#encoders-that-register-themselves). |
+vLLM's server [sends new media to](vllm-middleware.md#encoders-without-a-proxy), or `directory` \
+for [those that register themselves](vllm-middleware.md#encoders-that-register-themselves). |
 | `ECD_ENCODER_URL` | by vLLM's `--host` and `--port` | URL at which other engines reach this \
 server as an encoder; `off`: it is not registered. |
 

@@ -1124,13 +1124,67 @@ EDITED = {
             "        if not look.promised:",
         ),
     ),
+    "a video has as long as a picture": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            " + sum(seconds.values())",
+            " + 0.0 * sum(seconds.values())",
+        ),
+    ),
+    "an encoder that hangs holds a video up for all of its time": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "if not answer.done() and not alive.result():",
+            "if answer.done() and not alive.result():",
+        ),
+    ),
+    "an encoder that was late with a video holds up the next one": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "until_s > alive_by_s and not encoder.is_hurried(began_s)",
+            "until_s > alive_by_s",
+        ),
+    ),
+    "an encoder that decodes otherwise ends the search": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "if error.is_by_all:",
+            "if error:",
+        ),
+    ),
+    "videos on their way have no bound in bytes": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "if self._sent_bytes and self._sent_bytes + nbytes > MAX_SENT_BYTES:",
+            "if nbytes < 0:",
+        ),
+    ),
+    "a header says how long a video is waited for, whatever its bytes": Bug(
+        "vllm",
+        "unit/test_sizes.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/sizes.py",
+            "min(frames.total, nbytes // _MIN_FRAME_BYTES)",
+            "frames.total",
+        ),
+    ),
     "what encoders promise of one request has no bound in all": Bug(
         "vllm",
         "integration/test_encode_hop.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/encode_hop.py",
-            "if may_be_together([*found",
-            "if placeholders or may_be_together([*found",
+            "if may_be_together([each",
+            "if promises or may_be_together([each",
         ),
     ),
     "a request that failed without its media is held against others": Bug(

@@ -21,6 +21,7 @@ import cv2
 import numpy as np
 import soundfile
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.model_executor.models import registry
@@ -38,6 +39,7 @@ from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware import fetching
 from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.kinds import kinds_of
 from ecd_client.vllm.middleware.media import Found, Look, Medium
 from ecd_client.vllm.middleware.naming import Names
@@ -248,6 +250,37 @@ said["another loader"] = change()
 config.multimodal_config.media_io_kwargs = {}
 contents["frames"] = contents["frames"]._replace(is_frames=False)
 said["the same bytes in one piece"] = change()
+
+# What headers say of videos and sounds is what vLLM finds, and nothing is decoded for it.
+names, sizes = Names(config), []
+headers = Headers(config, names.loader, names.io_kwargs("video"), reads_times=True)
+kwargs = {"video": {"video_backend": names.loader}}
+for rate, count in ((2.0, 40), (30.0, 300), (30.0, 305), (25.0, 100), (1.0, 3)):
+    write_clip(str(directory / "other.mp4"), 0, rate, count)
+    clip = (directory / "other.mp4").read_bytes()
+    taken = headers.frames(clip)
+    decoded = MediaConnector(media_io_kwargs=kwargs).fetch_video(url("video/mp4", clip))
+    pixels, about = decoded.media
+    sampled = VideoMetadata(
+        total_num_frames=about["total_num_frames"],
+        fps=about["fps"],
+        frames_indices=about["frames_indices"],
+    )
+    assert taken == (about["total_num_frames"], len(pixels), 56, 56, about["fps"])
+    assert taken.rate_taken == sampled.sampled_fps
+    sizes.append(headers.are_apart_as_assumed(taken))
+said["apart as assumed"] = sizes
+said["headers of none"] = [headers.frames(SOUND), headers.frames(b""), headers.frames(CLIP[:99])]
+of_sounds = [
+    headers.size(look_at({**part, "uuid": "a"}).media[0], url("audio/wav", sound(seconds)))
+    for part in (PARTS["a sound"],)
+    for seconds in (1.0, 4.0)
+]
+said["tokens of sounds"] = [size.tokens for size in of_sounds]
+[noise] = look_at({**PARTS["a sound"], "uuid": "a"}).media
+said["no sound"] = headers.size(noise, url("audio/wav", b"no sound"))
+[shown] = look_at(PARTS["frames"]).media
+said["frames one by one"] = headers.size(shown, shown.url) is None
 
 # Limits are vLLM's, and what was fetched is what the name says.
 os.environ["VLLM_MAX_AUDIO_CLIP_FILESIZE_MB"] = "1"

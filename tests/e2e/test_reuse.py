@@ -184,7 +184,7 @@ def test_a_picture_that_has_left_ecd_is_encoded_again(servers: Servers, stored: 
 
 
 def test_a_wrong_list_of_encoders_is_said_and_costs_no_more(servers: Servers) -> None:
-    said = "no picture is sent to encoders: ECD_ENCODERS has 'encoder-2:8000'; it must be URLs"
+    said = "nothing is sent to encoders: ECD_ENCODERS has 'encoder-2:8000'; it must be URLs"
     assert said in servers.server.text()
 
 

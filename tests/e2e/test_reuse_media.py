@@ -72,7 +72,7 @@ class Fleet:
         self._numbers = count()
         self._started: list[Server] = []
         self._flags = [*EXACT, *flags, "--limit-mm-per-prompt", json.dumps(limits)]
-        self._plain, self._server = self._begin(None), self._begin("ec_both")
+        self._plain, self._server = self._begin(None), self._begin_server()
 
     @cached_property
     def plain(self) -> Server:
@@ -99,9 +99,15 @@ class Fleet:
         begun = self._begin("ec_producer"), self._begin("ec_consumer", ecd_on_unavailable="fail")
         return self._ready(begun[0]), self._ready(begun[1])
 
-    def _begin(self, role: str | None, **extra: object) -> Server:
+    def _begin_server(self) -> Server:
+        return self._begin("ec_both")
+
+    def _begin(
+        self, role: str | None, environ: Mapping[str, str] | None = None, **extra: object
+    ) -> Server:
         log, flags = self.directory / f"{next(self._numbers)}.log", self._flags
-        how: dict[str, Any] = {"environ": {"CALM": "1", "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "1"}}
+        calm = {"CALM": "1", "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "1"}
+        how: dict[str, Any] = {"environ": {**calm, **(environ or {})}}
         if role is not None:
             flags = [*flags, "--middleware", "ecd_client.vllm.ReuseMiddleware"]
             how |= {"counting": True, "ecd_address": self.daemon.address}

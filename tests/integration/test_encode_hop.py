@@ -17,7 +17,8 @@ from prometheus_client import REGISTRY
 
 from ecd_client import Client
 from ecd_client.vllm.middleware.hop import encode_hop, encoders
-from ecd_client.vllm.middleware.hop.encode_hop import IS_HOP, EncodeHop, NotEncoded
+from ecd_client.vllm.middleware.hop.calls import IS_HOP
+from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop, NotEncoded
 from ecd_client.vllm.middleware.hop.encoders import Encoders
 from ecd_client.vllm.middleware.media import Medium, Missing
 from ecd_proto.backoff import Backoff
@@ -59,12 +60,18 @@ def client() -> Iterator[Client]:
 
 
 GRID = {"image_grid_thw": [1, 16, 24]}
+METADATA = {
+    "image": GRID,
+    "video": {"video_grid_thw": [8, 16, 24]},
+    "audio": {"audio_num_tokens": [25]},
+}
 Behaviour = Callable[["SmallServer", dict], Awaitable[web.Response]]
 
 
 def known(modality: str, fields: Any) -> Placeholder | None:
     placeholder = Placeholder.of(modality, fields)
-    return placeholder if placeholder and placeholder.fields.keys() == GRID.keys() else None
+    is_known = placeholder and placeholder.fields.keys() == METADATA[modality].keys()
+    return placeholder if is_known else None
 
 
 class SmallServer:
@@ -77,6 +84,8 @@ class SmallServer:
         self.headers: list[dict] = []
         self.active = self.most_active = 0
         self.goes_on = asyncio.Event()
+        self.says_it_lives = answers(200)
+        self.was_asked_if_it_lives = asyncio.Event()
         self.transport: asyncio.Transport | None = None
 
     async def serve(self, request: web.Request) -> web.Response:
@@ -92,10 +101,16 @@ class SmallServer:
         finally:
             self.active -= 1
 
+    async def live(self, request: web.Request) -> web.Response:
+        assert request.path == "/health"
+        self.was_asked_if_it_lives.set()
+        return await self.says_it_lives(self, {})
+
 
 async def encodes(_: SmallServer, body: dict) -> web.Response:
-    name = body["messages"][0]["content"][0]["uuid"]
-    item = {"metadata": GRID, "ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
+    [part] = body["messages"][0]["content"]
+    name, kind = part["uuid"], part["type"].removesuffix("_url")
+    item = {"metadata": METADATA[kind], "ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
     return web.json_response({"ec_transfer_params": {name: item}})
 
 
@@ -152,6 +167,7 @@ async def hop_to(
     for engine in engines:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/{path:.*}", engine.serve)
+        app.router.add_get("/{path:.*}", engine.live)
         runners.append(web.AppRunner(app, handler_cancellation=True))
         await runners[-1].setup()
         site = web.TCPSite(runners[-1], "127.0.0.1", 0)
@@ -187,7 +203,7 @@ def count(name: str, **labels: str) -> float:
 def picture(name: str, tokens: int = 10) -> Missing:
     url = f"data:image/png;base64,{name}"
     part = {"type": "image_url", "image_url": {"url": url}}
-    return Missing(Medium(part, "image_url"), url, name, "namespace", tokens)
+    return Missing(Medium(part, "image_url", uuid=name), url, name, "namespace", tokens)
 
 
 def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client: Client) -> None:
@@ -504,7 +520,7 @@ def test_promises_of_one_request_are_bounded_together(client: Client) -> None:
             names = "abcd"
             most, more = (look(*map(picture, names[:count])) for count in (3, 4))
             for each in (most, more):
-                each.found = [SimpleNamespace(said=known("image", GRID))]
+                each.found = [SimpleNamespace(placeholder=known("image", GRID))]
                 await hop.complete(each, "caller")
             assert [len(each.promised) for each in (most, more)] == [3, 0]
 

@@ -9,15 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.middleware.hop.encoders import RESTS, Encoder, Encoders, tokens_of, urls_in
+from ecd_client.vllm.middleware.hop.encoders import RESTS, Encoder, Encoders, urls_in
 from ecd_client.vllm.middleware.hop.registered import URL_VARIABLE, server_url, urls_of
 from ecd_proto.encoders import MAX_URL_BYTES, RegisteredEncoder
 from ecd_proto.v1 import cache_pb2 as pb
-from support.examples import draws
 
 FIRST_S, LONGEST_S = RESTS
 
@@ -65,12 +62,6 @@ def test_a_password_is_refused_and_not_shown() -> None:
     with pytest.raises(InvalidArgument) as refused:
         urls_in("http://user:secret@e1:8000")
     assert "secret" not in str(refused.value)
-
-
-@draws(100)
-@given(st.integers(1, 9999), st.integers(1, 9999), st.integers(0, 99), st.integers(0, 99))
-def test_a_larger_picture_has_no_fewer_tokens(w: int, h: int, wider: int, higher: int) -> None:
-    assert 0 < tokens_of(w, h) <= tokens_of(w + wider, h + higher)
 
 
 def test_the_encoder_with_the_fewest_active_tokens_is_next() -> None:
@@ -125,6 +116,19 @@ def test_after_its_rest_an_encoder_gets_one_picture_until_it_has_served_it() -> 
     assert encoders.choose(10, (second,), now_s) is None
     encoders.note_served(first, now_s)
     assert encoders.choose(10, (second,), now_s) is first
+
+
+def test_an_encoder_that_was_late_is_hurried_until_it_serves_a_long_medium_or_for_a_while() -> None:
+    encoders, first, second = two()
+    assert not first.is_hurried(0.0)
+    encoders.note_late(first, 10.0)
+    assert first.is_hurried(10.0 + LONGEST_S - 0.1)
+    assert not first.is_hurried(10.0 + LONGEST_S)
+    assert not second.is_hurried(10.0)
+    encoders.note_served(first, 11.0)
+    assert first.is_hurried(11.0), "a picture says nothing of the next video"
+    encoders.note_served(first, 12.0, is_long=True)
+    assert not first.is_hurried(12.0)
 
 
 def test_encoders_come_and_go_and_those_that_stay_keep_their_state() -> None:

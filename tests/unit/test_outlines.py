@@ -93,6 +93,20 @@ def test_a_medium_with_an_outline_goes_on_as_its_name() -> None:
     assert look.outlines == {"n": PICTURE}
 
 
+def test_media_with_metadata_go_by_outlines_beside_one_that_needs_its_own() -> None:
+    kinds = ("image", "video")
+    parts = [{"type": f"{kind}_url", f"{kind}_url": {"url": "data:,"}} for kind in kinds]
+    request = {"messages": [{"role": "user", "content": parts}]}
+    media = [Medium(part, part["type"], uuid=part["type"], name=part["type"]) for part in parts]  # type: ignore[arg-type]
+    grid = Placeholder.of("image", {"image_grid_thw": [1, 4, 4]})
+    look = Look(b"", request, media)
+    timed = Outline("video", placeholder=TIMED)
+    look.found = [Found(media[0], None, grid), Found(media[1], None, timed)]  # type: ignore[arg-type]
+    assert look.outlines == {"image_url": Outline("image", placeholder=grid), "video_url": timed}
+    sent = json.loads(look.rewritten())["messages"][0]["content"]
+    assert [part[part["type"]] for part in sent] == [None, None]
+
+
 def test_nobody_can_name_an_item_as_an_outline_is() -> None:
     name = outline_name(stored_name("a", None), "front end")
     assert stored_name(name, None) != name

@@ -257,6 +257,10 @@ class PlaceholderMetadata:
         except Exception:  # the model's own code
             return field in self.fields_for(modality)
 
+    def can_promise(self, modality: str) -> bool:
+        """Whether an encoder's answer can say what an engine needs to do without such a medium."""
+        return self.announces(modality) and not self._is_pruned(modality)
+
     def can_outline(self, modality: str) -> bool:
         """Whether an outline of an item (`middleware.outlines`) can take its place.
 
@@ -287,6 +291,11 @@ class PlaceholderMetadata:
         if placeholder is None or not is_all_said(feature, placeholder.fields):
             raise ValueError("it has other fields than an outline can have")
         return placeholder
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether the model reads how far the frames of a video are apart."""
+        return self._has(STEP, "video")
 
     def must_say(self, feature: Any) -> bool:
         """Whether an item without media has to say how it is placed.

@@ -57,7 +57,7 @@ class Fetcher:
             return True
         if media_budgets():
             for medium in look.media:
-                medium.content = None
+                medium.forget()
             self.release(look)
         await asyncio.to_thread(look.settle)
         return False

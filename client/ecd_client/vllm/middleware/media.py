@@ -55,6 +55,7 @@ class Medium:
 
     def __post_init__(self) -> None:
         self._came = dict(self.part)
+        self._data_url: str | None = None
 
     @property
     def kind(self) -> str:
@@ -93,10 +94,14 @@ class Medium:
         if self.is_inline:
             url: str = self.url
             return url
-        if self.content is None:
-            return None
-        encoded = b64encode(self.content.original_bytes).decode()
-        return f"data:{self.kind}/unknown;base64,{encoded}"
+        if self._data_url is None and self.content is not None:
+            encoded = b64encode(self.content.original_bytes).decode()
+            self._data_url = f"data:{self.kind}/unknown;base64,{encoded}"
+        return self._data_url
+
+    def forget(self) -> None:
+        """Drop what was fetched, and what was made of it."""
+        self.content = self._data_url = None
 
     def keep_bytes(self) -> None:
         """Keep of what was fetched what the request does not have: no pixels."""
@@ -154,7 +159,12 @@ class Found(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A picture in a request that ecd lacks: its bytes as a URL, and its tokens, estimated."""
+    """A medium in a request that ecd lacks: its bytes as a URL, and its size, estimated.
+
+    It is waited for `seconds` longer than for a picture. `decoding` is a digest of what its name
+    says of decoders; None: its name says nothing of them. `by_outline`: the engine needs its
+    outline, as it has no metadata.
+    """
 
     medium: Medium
     url: str
@@ -162,16 +172,29 @@ class Missing(NamedTuple):
     namespace: str
     tokens: int
     salt: str | None = None
+    seconds: float = 0.0
+    decoding: str | None = None
+    by_outline: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.medium.kind
 
     @property
     def stored_name(self) -> str:
         return stored_name(self.name, self.salt)
 
+    @property
+    def part(self) -> dict[str, Any]:
+        """The part of a request that brings the medium and its name."""
+        key = f"{self.kind}_url"
+        return {"type": key, key: {"url": self.url}, "uuid": self.medium.uuid}
+
 
 class Promise(NamedTuple):
-    """A stored picture's metadata and place, and the encoder that says so."""
+    """A stored medium's metadata, if it has any, its place, and the encoder that says so."""
 
-    placeholder: Placeholder
+    placeholder: Placeholder | None
     hints: list[Hint]
     encoder: Encoder
 
@@ -184,6 +207,8 @@ class Look:
     the stored names of all; None: they are not known, or a client has chosen one. `is_named`: where
     vLLM gets media, it gets the middleware's names of videos and sounds, too. `without_outline` has
     the namespace and the stored name, by mm_hash, of each medium whose outline ecd may lack.
+    `is_foreign`: an engine has it encoded that decodes otherwise. `waits_until_s`: what encoders
+    have stored may still come until then.
     """
 
     body: bytes
@@ -195,6 +220,8 @@ class Look:
     names: frozenset[str] | None = None
     without_outline: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_named: bool = False
+    is_foreign: bool = False
+    waits_until_s: float = 0.0
     is_settled: bool = False
     fetched_bytes: int = 0
 
@@ -248,7 +275,7 @@ class Look:
         if any(put_in):
             self.body = packed(self.request)
         for medium in self.media:
-            medium.content = None
+            medium.forget()
 
     def close(self) -> None:
         for found in self.found:

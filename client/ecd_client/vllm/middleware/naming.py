@@ -7,8 +7,10 @@ makes of these. The part carries that name as its `uuid`, and vLLM names the ite
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
+from hashlib import sha256
 from importlib import metadata
 from typing import Any
 
@@ -37,8 +39,9 @@ class Names:
         multimodal = model_config.multimodal_config
         self._algorithm, self._model = multimodal.mm_hasher_algorithm, model_config.model
         self._io_kwargs = merge_media_io_kwargs(multimodal.media_io_kwargs, None) or {}
+        self.loader = self._loader(model_config)
         self._how = {
-            VIDEO: {"loader": self._loader(model_config), **_versions(VIDEO)},
+            VIDEO: {"loader": self.loader, **_versions(VIDEO)},
             AUDIO: _versions(AUDIO),
         }
         # vLLM's own names of videos do not say how it opens frames that come one by one.
@@ -47,6 +50,18 @@ class Names:
     def has_io_kwargs(self, kind: str) -> bool:
         """Whether --media-io-kwargs change vLLM's names of the kind."""
         return bool(self._io_kwargs.get(kind))
+
+    def io_kwargs(self, kind: str) -> dict[str, Any]:
+        """The --media-io-kwargs for the kind."""
+        return dict(self._io_kwargs.get(kind) or {})
+
+    def decoding(self, kind: str) -> str | None:
+        """A digest of what decides what becomes of a medium's bytes. None: vLLM names the kind."""
+        if kind == IMAGE:
+            return None
+        how = self._how[kind] | (self._of_frames if kind == VIDEO else {})
+        said = json.dumps([_FORM, kind, how, self.io_kwargs(kind)], sort_keys=True, default=str)
+        return sha256(said.encode()).hexdigest()
 
     def uuid(self, kind: str, content: Any) -> str:
         """The name of a medium that no client has named."""

@@ -17,21 +17,21 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
-from ecd_client.vllm.base.hints import hints_in, names_items
+from ecd_client.vllm.base.hints import DECODING, hints_in, names_items
 from ecd_client.vllm.base.identity.identity import PRIVATE
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import outline_name, stored_name
 from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.middleware.fetching import Fetcher
-from ecd_client.vllm.middleware.hop.encoders import UNKNOWN_TOKENS, tokens_of
+from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.media import (
     AUDIO,
     FORMATS,
-    IMAGE,
     INPUT_AUDIO,
     KINDS,
     READ_BY_KEY,
+    VIDEO,
     Found,
     Look,
     Medium,
@@ -79,27 +79,38 @@ class Requests:
         *,
         only_encodes: bool,
         has_encoder: bool,
-        has_hop: bool,
+        sent: Collection[str],
     ) -> None:
         """`models` are the names that requests may give, `namespace` is the engine's.
 
         Requests with media of other `kinds` pass as they came; those of `outlined` kinds may need
-        their outlines. With `has_hop` a look has what ecd has of a request, and what is missing.
+        their outlines. Media of `sent` kinds go to encoders: a look has what ecd has of a request,
+        and which of these are missing.
         `only_encodes` and `has_encoder` say what the engine is for.
         """
         self._client, self._settings, self._namespace = client, settings, namespace
         self._models, self._metadata, self._names = models, metadata, names
-        self._only_encodes, self._has_encoder, self._has_hop = only_encodes, has_encoder, has_hop
+        self._only_encodes, self._has_encoder = only_encodes, has_encoder
         self._outlined, self._vocabulary = outlined, model_config.get_vocab_size()
         self._outlines = Outlines(metadata.of_outline, self._keep)
+        self._can_outline: set[str] = set()
         if outlined:
             self._front_end = metadata.front_end()
-            self._can_outline = set(filter(metadata.can_outline, kinds))
+            self._can_outline.update(filter(metadata.can_outline, kinds))
             self._outlines.install()
         multimodal = model_config.multimodal_config
+        self._sent = sent
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
+        self._how = {kind: names.decoding(kind) for kind in KINDS.values()}
         self._marks = (URL_MARK, SOUND_MARK) if AUDIO in kinds else (URL_MARK,)
         self._fetcher = Fetcher(model_config)
+        has_videos = VIDEO in sent
+        self._headers = Headers(
+            model_config,
+            names.loader if has_videos else None,
+            names.io_kwargs(VIDEO),
+            reads_times=has_videos and metadata.reads_times,
+        )
 
     def may_have_media(self, body: bytes) -> bool:
         """Whether a request can have media of a kind that is looked up."""
@@ -151,11 +162,16 @@ class Requests:
     def release(self, look: Look) -> None:
         """Forget a request's media, which nobody needs any more."""
         for medium in look.media:
-            medium.content = None
+            medium.forget()
         self._fetcher.release(look)
 
     def _read(self, look: Look) -> None:
         request = json.loads(look.body)
+        params: Any = request.get("ec_transfer_params")
+        said = params.get(DECODING) if isinstance(params, dict) else None
+        if said is not None and said not in self._how.values():
+            look.is_foreign = True
+            return
         if (
             any(request.get(field) for field in _UNNAMED)
             or request.get("model") not in (None, *self._models)
@@ -181,10 +197,10 @@ class Requests:
 
     def _find_all(self, look: Look) -> None:
         namespace = self._namespace.read()
-        hints = hints_in(look.request.get("ec_transfer_params"))
+        params: Any = look.request.get("ec_transfer_params")
+        hints = hints_in(params)
         # No encoder stores in a namespace that this engine alone has.
         is_alone = (namespace or "").rpartition("|")[2].startswith(PRIVATE)
-        has_hop = self._has_hop and not is_alone
         until_s = clock.now_s() + REMOTE_WAIT_S
         names = []
         with contextlib.suppress(EcdError):
@@ -195,16 +211,19 @@ class Requests:
                 if namespace is None or not self._settings.shares(stored):
                     break
                 nodes = hints.get(medium.name, ())
-                found = self._find(namespace, medium, stored, nodes, until_s)
+                found, is_stored = self._find(namespace, medium, stored, nodes, until_s)
                 if found is not None:
                     look.found.append(found)
-                elif medium.kind in self._outlined:
+                    continue
+                if medium.kind in self._outlined:
                     look.without_outline[medium.name] = namespace, stored
-                elif has_hop and medium.kind == IMAGE and (url := medium.data_url()):
-                    tokens = _tokens(medium.content)
-                    missing = Missing(medium, url, medium.name, namespace, tokens, look.salt)
+                # A request may name what encoders have stored, under vLLM's own names.
+                names_others = names_items(params) and medium.name not in params
+                is_elsewhere = names_others and medium.is_named_here
+                may_go = medium.kind in self._sent and not (is_alone or is_stored or is_elsewhere)
+                if may_go and (missing := self._missing(medium, namespace, look.salt)):
                     look.missing.append(missing)
-                else:
+                elif medium.kind not in self._outlined:
                     break
         if len(look.found) + len(look.missing) < len(look.media) or not self._is_one_way(look):
             look.close()
@@ -213,15 +232,47 @@ class Requests:
         look.is_named = namespace is not None and self._is_named(look)
         for medium in look.media:
             medium.keep_bytes()
-        if not look.is_whole:
+        if not (look.is_whole or look.missing):
             look.settle()
 
     def _is_one_way(self, look: Look) -> bool:
         """Whether vLLM can take all media in one way: by metadata, or by outlines."""
-        said = {type(found.said) for found in look.found} | {Placeholder for _ in look.missing}
+        said = {type(found.said) for found in look.found} | {
+            Outline if each.by_outline else Placeholder for each in look.missing
+        }
         if Outline not in said:
             return len(said) == 1
         return {medium.kind for medium in look.media} <= self._can_outline
+
+    def _missing(self, medium: Medium, namespace: str, salt: str | None) -> Missing | None:
+        """What an encoder needs to know of the medium. None: it cannot help."""
+        url = medium.data_url()
+        if url is None:
+            return None
+        size = self._headers.size(medium, url)
+        if size is None:
+            return None
+        return Missing(
+            *(medium, url, medium.name, namespace, size.tokens, salt, size.seconds),
+            decoding=None if medium.is_chosen else self._how[medium.kind],
+            by_outline=not self._metadata.can_promise(medium.kind),
+        )
+
+    def take_promised(self, look: Look) -> None:
+        """Find the outlines of what encoders have stored, or have the request bring its media."""
+        until_s = min(look.waits_until_s, clock.now_s() + self._settings.load_timeout_s)
+        for missing, promise in list(look.promised):
+            if not missing.by_outline:
+                continue
+            found = None
+            with contextlib.suppress(EcdError):
+                about = missing.namespace, missing.medium, missing.stored_name, promise.hints
+                found, _ = self._find(*about, until_s)
+            if found is None:
+                look.promised = []
+                return
+            look.found.append(found)
+            look.promised.remove((missing, promise))
 
     def _name(self, medium: Medium) -> None:
         if medium.name:
@@ -251,26 +302,29 @@ class Requests:
 
     def _find(
         self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
-    ) -> Found | None:
-        """The medium that is `stored` under this name, if it is here or comes until then."""
+    ) -> tuple[Found | None, bool]:
+        """The medium that is `stored` under this name, if it is here or comes until then.
+
+        Whether there is an entry, too: one without metadata is found by none but the engine.
+        """
         item, was_here = self._get(namespace, stored, nodes, until_s)
         if item is None:
-            return None
+            return None, False
         kind = medium.kind
         if self._only_encodes and not self._metadata.fields_for(kind):
-            return Found(medium, item, None)
+            return Found(medium, item, None), True
         said = self._said(item, kind)
         if said is None and item.shape and kind in self._outlined:
             # An outline comes from where its entry has come from.
             said = self._outline(item, kind, nodes, 0.0 if was_here else until_s)
         if said is None:
             item.close()
-            return None
+            return None, True
         found = Found(medium, item, said)
         told = found.placeholder
         if self._only_encodes and told is not None and not self._metadata.is_taken(kind, told):
-            return Found(medium, item, None)
-        return found
+            return Found(medium, item, None), True
+        return found, True
 
     def _said(self, item: Item, kind: str) -> Placeholder | Outline | None:
         """The metadata of an entry, or their outline if no server takes them in a request.
@@ -338,7 +392,3 @@ def _media(messages: list[dict[str, Any]], kinds: Collection[str]) -> list[Mediu
                 return None
             found.append(Medium(part, key))
     return found
-
-
-def _tokens(content: Any) -> int:
-    return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 
 from ecd_client import clock
 from ecd_client.client import Client
-from ecd_client.errors import EcdError, InvalidArgument
+from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.base.description import engine_id
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
@@ -40,7 +40,8 @@ from ecd_client.vllm.middleware.asgi import (
     whole_body,
     with_body,
 )
-from ecd_client.vllm.middleware.hop.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
+from ecd_client.vllm.middleware.hop.encoders import UNLIKE
+from ecd_client.vllm.middleware.hop.environment import follows, hop_of
 from ecd_client.vllm.middleware.hop.registered import (
     URL_VARIABLE,
     Registered,
@@ -53,9 +54,6 @@ from ecd_client.vllm.middleware.media import Look
 from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.requests import Requests
 from ecd_client.vllm.middleware.rests import Rests
-
-if TYPE_CHECKING:
-    from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -90,6 +88,10 @@ class ReuseMiddleware:
         reuse.active += 1
         try:
             look = await reuse.requests.look(body)
+            if look.is_foreign:
+                error = {"message": "this encoder decodes otherwise: other versions, or settings"}
+                await JSONResponse({"error": error}, UNLIKE)(scope, receive, send)
+                return
             try:
                 await self._complete(reuse, look, scope, receive, send)
             finally:
@@ -109,6 +111,8 @@ class ReuseMiddleware:
         try:
             if not reuse.hop.is_call(scope, look.request):
                 await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, reuse.has_keys)))
+            if any(missing.by_outline for missing, _ in look.promised):
+                await asyncio.to_thread(reuse.requests.take_promised, look)
             await self._serve(reuse, look, scope, leaving.receive, send)
         finally:
             leaving.close()
@@ -227,14 +231,17 @@ class Reuse:
         key = keys[0] if keys else None
         in_need = settings.on_unavailable == FAIL
         self.hop = None
+        sent: list[str] = []
         if not self.only_encodes:
-            self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
+            sent = [kind for kind in self.kinds if kind in outlined or metadata.can_promise(kind)]
+            within_s = settings.load_timeout_s
+            self.hop = hop_of(client, models[0], metadata, sent, key, in_need, within_s)
         engine = engine_id(namespace.instance_id)
         self.active = 0
         """Requests with media that are being served."""
         self._repeated: list[Callable[[], Awaitable[None]]] = []
         self._tasks: list[asyncio.Task[None]] = []
-        if self.hop is not None and _follows():
+        if self.hop is not None and follows():
             self._repeated.append(Registered(client, engine, namespace.read, self.hop).ask)
         if transfer.is_ec_producer:
             self._register(engine, state.args)
@@ -250,7 +257,7 @@ class Reuse:
             outlined,
             only_encodes=self.only_encodes,
             has_encoder=not in_need,
-            has_hop=self.hop is not None,
+            sent=sent if self.hop is not None else (),
         )
         self.answers = Answers(client, models[0], announces_node=settings.announces_node)
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
@@ -328,43 +335,6 @@ def _why_not(config: Any, settings: Settings, only_encodes: bool) -> str | None:
 def _is_one_of_several(args: Any) -> bool:
     """Whether other API servers of the same engines run beside this one."""
     return (getattr(args, "api_server_count", None) or 1) > 1
-
-
-def _hop(
-    client: Client,
-    model: str,
-    metadata: PlaceholderMetadata,
-    key: str | None,
-    in_need: bool,
-    within_s: float,
-) -> EncodeHop | None:
-    """The hop to the encoders that the environment names. None: it names none, or wrongly."""
-    follows = _follows()
-    try:
-        urls = [] if follows else urls_in(os.environ.get(VARIABLE, ""))
-    except InvalidArgument as error:
-        logger.error("ecd: no picture is sent to encoders: %s", error)
-        return None
-    if not (urls or follows):
-        return None
-    from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop  # which imports an HTTP client
-
-    named = "the encoders that are registered (ecd-cli encoders)" if follows else ", ".join(urls)
-    logger.info("ecd: pictures that are not stored go to %s", named)
-    return EncodeHop(
-        Encoders(urls),
-        client,
-        model,
-        metadata.checked,
-        key=key,
-        in_need=in_need,
-        within_s=within_s,
-    )
-
-
-def _follows() -> bool:
-    """Whether the environment names the encoders that register themselves."""
-    return os.environ.get(VARIABLE, "").strip() == DIRECTORY
 
 
 def _keys(args: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The encoders that an engine may send pictures to: which one is next, and which are left out."""
+"""The encoders that an engine may send media to: which one is next, and which are left out."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from ecd_proto.encoders import checked_url
 VARIABLE = "ECD_ENCODERS"
 DIRECTORY = "directory"
 """The value of the variable that stands for all encoders which register themselves."""
+UNLIKE = 409
+"""Status of an encoder that decodes otherwise than the engine which asks it."""
 KEPT_S = 3.0
 """How long an encoder is kept that is not listed: a daemon that restarts knows none at first."""
 RESTS = Backoff(1.0, 60.0)
 """First and longest time for which an encoder is left out after it failed."""
-UNKNOWN_TOKENS = 1024
-"""Tokens assumed for a picture that is not opened here, because the client has named it."""
-_SIDE = 28
-"""Pixels of a token's side, as Qwen2-VL has it. Other models' tokens grow with the picture, too."""
-
-
-def tokens_of(width: int, height: int) -> int:
-    """An estimate of a picture's tokens by its size in pixels."""
-    return -(-width // _SIDE) * -(-height // _SIDE)
 
 
 def urls_in(said: str) -> list[str]:
@@ -55,16 +48,21 @@ class Encoder:
     rest_s: float = 0.0
     _rests_until_s: float = 0.0
     _served_s: float = 0.0
+    _hurried_until_s: float = 0.0
     _last_call: int = 0
     _listed_s: float = 0.0
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether it is not left out. After a rest it gets one picture, until it has served it."""
+        """Whether it is not left out. After a rest it gets one medium, until it has served it."""
         return now_s >= self._rests_until_s and not (self.rest_s and self.active_tokens)
 
     def has_served(self, since_s: float) -> bool:
-        """Whether it has served a picture since then."""
+        """Whether it has served a medium since then."""
         return self._served_s > since_s
+
+    def is_hurried(self, now_s: float) -> bool:
+        """Whether it has no longer for a medium than for a picture: it was late with a long one."""
+        return now_s < self._hurried_until_s
 
 
 class Encoders:
@@ -112,9 +110,16 @@ class Encoders:
     def release(self, encoder: Encoder, tokens: int) -> None:
         encoder.active_tokens -= tokens
 
-    def note_served(self, encoder: Encoder, now_s: float) -> None:
+    def note_served(self, encoder: Encoder, now_s: float, *, is_long: bool = False) -> None:
+        """`is_long`: the medium has a longer time than a picture."""
         encoder.rest_s = encoder._rests_until_s = 0.0
         encoder._served_s = now_s
+        if is_long:
+            encoder._hurried_until_s = 0.0
+
+    def note_late(self, encoder: Encoder, now_s: float) -> None:
+        """Give it no longer than for a picture for a while: it had the time that a medium needs."""
+        encoder._hurried_until_s = now_s + RESTS.longest_s
 
     def note_failed(self, encoder: Encoder, began_s: float, now_s: float) -> bool:
         """Leave the encoder out for a while, each time for longer.

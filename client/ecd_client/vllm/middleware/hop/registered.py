@@ -98,7 +98,7 @@ class Registered:
             known = self._client.encoders(namespace=namespace)
         except DaemonTooOld as error:
             if not self._is_too_old:
-                logger.warning("ecd: no picture is sent to encoders: %s", error)
+                logger.warning("ecd: nothing is sent to encoders: %s", error)
             self._is_too_old = True
             return None
         except EcdError:

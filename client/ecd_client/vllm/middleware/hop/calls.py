@@ -1,0 +1,109 @@
+"""Calls of encoders over HTTP, within bounds of time and of size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import aiohttp
+
+from ecd_client.vllm.middleware.hop.encoders import UNLIKE, Encoder
+
+IS_HOP = "x-ecd-hop"
+"""Header of a call: an engine that gets it does not ask another one."""
+MAX_ANSWER_BYTES = 64 << 10
+_IDLE_S = 2.0
+"""How long a connection is kept without a call: vLLM closes it after 5 s."""
+_REFUSALS = (400, 413, 422, UNLIKE)
+"""Statuses that blame the medium: other encoders would refuse it, too; but for the last."""
+
+
+class Failed(Exception):
+    """Why a call has failed, through the encoder's fault."""
+
+
+class Late(Failed):
+    """An encoder has not answered in time."""
+
+
+class Refused(Exception):
+    """An encoder has refused the medium. `is_by_all`: others would refuse it, too."""
+
+    def __init__(self, said: str, *, is_by_all: bool) -> None:
+        super().__init__(said)
+        self.is_by_all = is_by_all
+
+
+class Calls:
+    """An HTTP client for encoders. Used from one event loop."""
+
+    def __init__(self, key: str | None) -> None:
+        """`key` is sent as a bearer token."""
+        self._key = key
+        self._client: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a bound counts what comes, not what it becomes
+            )
+        return self._client
+
+    async def is_alive(self, encoder: Encoder, within_s: float) -> bool:
+        """Whether the encoder's server answers anything but an error of its own."""
+        timeout = aiohttp.ClientTimeout(total=max(0.001, within_s))
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError):
+            async with self._session.get(
+                f"{encoder.url}/health", timeout=timeout, allow_redirects=False
+            ) as reply:
+                return reply.status < 500
+        return False
+
+    async def complete(
+        self, encoder: Encoder, body: bytes, within_s: float, connect_s: float
+    ) -> bytes:
+        """The answer to a chat completion. Raises Refused and Failed."""
+        # `connect` has the time to resolve the name in it, which `sock_connect` has not.
+        timeout = aiohttp.ClientTimeout(total=max(0.001, within_s), connect=connect_s)
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            IS_HOP: "1",
+        }
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        answer = b""
+        try:
+            async with self._session.post(
+                f"{encoder.url}/v1/chat/completions",
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as reply:
+                if reply.status in _REFUSALS:
+                    said = (await reply.content.read(200)).decode(errors="replace")
+                    is_by_all = reply.status != UNLIKE
+                    raise Refused(f"{reply.status} {said}", is_by_all=is_by_all)
+                if reply.status != 200:
+                    raise Failed(f"it answered with status {reply.status}")
+                if reply.headers.get("Content-Encoding", "identity") != "identity":
+                    raise Failed("its answer is compressed, which it was not asked for")
+                async for chunk in reply.content.iter_any():
+                    answer += chunk
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise Failed("its answer is too long")
+        except aiohttp.ConnectionTimeoutError:
+            raise Failed("it cannot be reached in time") from None
+        except asyncio.TimeoutError:
+            raise Late("it did not answer in time") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Failed(f"{type(error).__name__}: {error}") from None
+        return answer
