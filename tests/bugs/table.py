@@ -1247,7 +1247,7 @@ EDITED = {
         "e2e/test_reuse_outlines.py::"
         "test_a_wrong_outline_is_not_taken_or_the_request_is_made_again",
         Edit(
-            "client/ecd_client/vllm/middleware/requests.py",
+            "client/ecd_client/vllm/middleware/entries.py",
             "self._metadata.fields_for(kind) and outline.embeddings == rows",
             "self._metadata.fields_for(kind)",
         ),

@@ -1,4 +1,4 @@
-"""Media of a request with messages, and their entries in ecd."""
+"""The media of requests with messages: found, missing, or left to the engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from vllm.logger import init_logger
 
 from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.item import Item
 from ecd_client.vllm.base.hints import DECODING, hints_in, names_items
 from ecd_client.vllm.base.identity.identity import PRIVATE
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
-from ecd_client.vllm.base.names import outline_name, stored_name
+from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.middleware.entries import Entries
 from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.media import (
@@ -32,7 +31,6 @@ from ecd_client.vllm.middleware.media import (
     KINDS,
     READ_BY_KEY,
     VIDEO,
-    Found,
     Look,
     Medium,
     Missing,
@@ -46,12 +44,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 MAX_MEDIA = 64
 """Most media that are looked up for one request."""
-OUTLINE_COST_S = 0.001
-"""The cost of an outline: that of an embedding, byte by byte, so that neither long outlives the
-other."""
-_OUTLINE = Placeholder.of("outline", {"bytes": [1]})
-_OUTLINE_METADATA = b"" if _OUTLINE is None else _OUTLINE.packed
-"""The metadata of outlines: the daemon learns the costs of each modality apart."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
 URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
@@ -88,14 +80,15 @@ class Requests:
         and which of these are missing.
         `only_encodes` and `has_encoder` say what the engine is for.
         """
-        self._client, self._settings, self._namespace = client, settings, namespace
+        self._settings, self._namespace = settings, namespace
         self._models, self._metadata, self._names = models, metadata, names
         self._only_encodes, self._has_encoder = only_encodes, has_encoder
-        self._outlined, self._vocabulary = outlined, model_config.get_vocab_size()
-        self._outlines = Outlines(metadata.of_outline, self._keep)
+        self._outlined = outlined
+        vocabulary = model_config.get_vocab_size()
+        self._entries = Entries(client, metadata, outlined, vocabulary, only_encodes=only_encodes)
+        self._outlines = Outlines(metadata.of_outline, self._entries.keep)
         self._can_outline: set[str] = set()
         if outlined:
-            self._front_end = metadata.front_end()
             self._can_outline.update(filter(metadata.can_outline, kinds))
             self._outlines.install()
         multimodal = model_config.multimodal_config
@@ -144,20 +137,6 @@ class Requests:
     def keeping_outlines(self, look: Look) -> AbstractContextManager[None]:
         """While vLLM has a request with media: store the outlines that ecd lacks."""
         return self._outlines.wanting(look.without_outline)
-
-    def _keep(self, entry: tuple[str, str], outline: Outline) -> None:
-        said = outline.placeholder
-        if said is not None and said.stored == said.packed:
-            return  # the item's own entry says as much
-        if packed := outline.pack():
-            namespace, stored = entry
-            self._client.put_async(
-                self._outline_name(stored),
-                torch.frombuffer(bytearray(packed), dtype=torch.uint8),
-                namespace=namespace,
-                cost=OUTLINE_COST_S,
-                metadata=_OUTLINE_METADATA,
-            )
 
     def release(self, look: Look) -> None:
         """Forget a request's media, which nobody needs any more."""
@@ -211,7 +190,7 @@ class Requests:
                 if namespace is None or not self._settings.shares(stored):
                     break
                 nodes = hints.get(medium.name, ())
-                found, is_stored = self._find(namespace, medium, stored, nodes, until_s)
+                found, is_stored = self._entries.find(namespace, medium, stored, nodes, until_s)
                 if found is not None:
                     look.found.append(found)
                     continue
@@ -267,7 +246,7 @@ class Requests:
             found = None
             with contextlib.suppress(EcdError):
                 about = missing.namespace, missing.medium, missing.stored_name, promise.hints
-                found, _ = self._find(*about, until_s)
+                found, _ = self._entries.find(*about, until_s)
             if found is None:
                 look.promised = []
                 return
@@ -299,79 +278,6 @@ class Requests:
         if names_items(params):
             return all(medium.name in params for medium in named)
         return self._has_encoder
-
-    def _find(
-        self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
-    ) -> tuple[Found | None, bool]:
-        """The medium that is `stored` under this name, if it is here or comes until then.
-
-        Whether there is an entry, too: one without metadata is found by none but the engine.
-        """
-        item, was_here = self._get(namespace, stored, nodes, until_s)
-        if item is None:
-            return None, False
-        kind = medium.kind
-        if self._only_encodes and not self._metadata.fields_for(kind):
-            return Found(medium, item, None), True
-        said = self._said(item, kind)
-        if said is None and item.shape and kind in self._outlined:
-            # An outline comes from where its entry has come from.
-            said = self._outline(item, kind, nodes, 0.0 if was_here else until_s)
-        if said is None:
-            item.close()
-            return None, True
-        found = Found(medium, item, said)
-        told = found.placeholder
-        if self._only_encodes and told is not None and not self._metadata.is_taken(kind, told):
-            return Found(medium, item, None), True
-        return found, True
-
-    def _said(self, item: Item, kind: str) -> Placeholder | Outline | None:
-        """The metadata of an entry, or their outline if no server takes them in a request.
-
-        None: it carries none, or not all.
-        """
-        claimed = Placeholder.unpack(item.metadata)
-        if claimed is None or claimed.modality != kind or not item.shape:
-            return None
-        said = self._metadata.checked(kind, claimed.fields, item.shape[0])
-        if said is None or self._metadata.is_taken(kind, said):
-            return said
-        return Outline(kind, placeholder=said) if kind in self._outlined else None
-
-    def _outline(self, item: Item, kind: str, nodes: Any, until_s: float) -> Outline | None:
-        """The outline of an entry that can be its, if it is here or comes until then."""
-        entry, _ = self._get(item.namespace, self._outline_name(item.mm_hash), nodes, until_s)
-        if entry is None:
-            return None
-        with entry:
-            outline = Outline.unpack(bytes(entry.view), self._vocabulary)
-        if outline is None or outline.modality != kind:
-            return None
-        rows, said = item.shape[0], outline.placeholder
-        if said is None:
-            is_its = not self._metadata.fields_for(kind) and outline.embeddings == rows
-        else:
-            is_its = said.is_of(item.metadata) and bool(
-                self._metadata.checked(kind, said.fields, rows)
-            )
-        return outline if is_its else None
-
-    def _outline_name(self, stored: str) -> str:
-        return outline_name(stored, self._front_end)
-
-    def _get(
-        self, namespace: str, stored: str, nodes: Any, until_s: float
-    ) -> tuple[Item | None, bool]:
-        """The entry of this name, if it is here or comes until then, and whether it was here."""
-        item, may_come = self._client.get_now(stored, namespace=namespace, is_use=False)
-        left_s = until_s - clock.now_s()
-        if item is not None or not (may_come or nodes) or left_s <= 0:
-            return item, item is not None
-        return (
-            self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False),
-            False,
-        )
 
 
 def _media(messages: list[dict[str, Any]], kinds: Collection[str]) -> list[Medium] | None:
