@@ -1151,6 +1151,15 @@ EDITED = {
             "until_s > alive_by_s",
         ),
     ),
+    "an outline is waited for that its encoder does not store": Bug(
+        "vllm",
+        "integration/test_encode_hop_media.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "if missing.by_outline and not answer.has_outline:",
+            "if missing.by_outline and not answer.body:",
+        ),
+    ),
     "an encoder that decodes otherwise ends the search": Bug(
         "vllm",
         "integration/test_encode_hop_media.py",

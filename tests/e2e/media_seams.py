@@ -268,8 +268,8 @@ for rate, count in ((2.0, 40), (30.0, 300), (30.0, 305), (25.0, 100), (1.0, 3)):
     )
     assert taken == (about["total_num_frames"], len(pixels), 56, 56, about["fps"])
     assert taken.rate_taken == sampled.sampled_fps
-    sizes.append(headers.are_apart_as_assumed(taken))
-said["apart as assumed"] = sizes
+    sizes.append(headers.have_times(taken))
+said["videos with times"] = sizes
 said["headers of none"] = [headers.frames(SOUND), headers.frames(b""), headers.frames(CLIP[:99])]
 of_sounds = [
     headers.size(look_at({**part, "uuid": "a"}).media[0], url("audio/wav", sound(seconds)))
@@ -280,7 +280,7 @@ said["tokens of sounds"] = [size.tokens for size in of_sounds]
 [noise] = look_at({**PARTS["a sound"], "uuid": "a"}).media
 said["no sound"] = headers.size(noise, url("audio/wav", b"no sound"))
 [shown] = look_at(PARTS["frames"]).media
-said["frames one by one"] = headers.size(shown, shown.url) is None
+said["frames one by one"] = headers.size(shown, shown.url).has_times
 
 # Limits are vLLM's, and what was fetched is what the name says.
 os.environ["VLLM_MAX_AUDIO_CLIP_FILESIZE_MB"] = "1"

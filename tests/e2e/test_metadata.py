@@ -98,7 +98,7 @@ def test_a_video_or_a_sound_has_the_name_of_its_bytes_in_the_engine(
         "other pixels of frames": ["frames"],
         "another loader": ["a video", "frames"],
         "the same bytes in one piece": ["frames"],
-        "apart as assumed": [True, True, False, True, False],
+        "videos with times": [False, False, True, False, True],
         "headers of none": [None, None, None],
         "tokens of sounds": [26, 101],
         "no sound": None,

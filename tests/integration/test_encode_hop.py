@@ -17,9 +17,9 @@ from prometheus_client import REGISTRY
 
 from ecd_client import Client
 from ecd_client.vllm.middleware.hop import encode_hop, encoders
-from ecd_client.vllm.middleware.hop.calls import IS_HOP
 from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop, NotEncoded
 from ecd_client.vllm.middleware.hop.encoders import Encoders
+from ecd_client.vllm.middleware.hop.protocol import IS_HOP, is_call
 from ecd_client.vllm.middleware.media import Medium, Missing
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint
@@ -367,10 +367,10 @@ def test_a_call_is_known_by_its_header_and_by_its_body(client: Client) -> None:
         async with hop_to(client, encodes) as (hop, [engine], _):
             await hop.promise(picture("a"))
             headers = [(IS_HOP.encode(), b"1")]
-            assert hop.is_call({"headers": headers}, {})
-            assert hop.is_call({"headers": []}, engine.asked[0])
-            assert not hop.is_call({"headers": []}, {"ec_transfer_params": {"k": {}}})
-            assert not hop.is_call({"headers": []}, {"ec_transfer_params": "ecd_hop"})
+            assert is_call({"headers": headers}, {})
+            assert is_call({"headers": []}, engine.asked[0])
+            assert not is_call({"headers": []}, {"ec_transfer_params": {"k": {}}})
+            assert not is_call({"headers": []}, {"ec_transfer_params": "ecd_hop"})
 
     asyncio.run(run())
 

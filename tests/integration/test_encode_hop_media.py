@@ -11,7 +11,7 @@ from aiohttp import web
 from ecd_client import Client
 from ecd_client.vllm.middleware.hop import encode_hop
 from ecd_client.vllm.middleware.hop.encode_hop import NotEncoded
-from ecd_client.vllm.middleware.hop.encoders import UNLIKE
+from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, UNLIKE
 from ecd_client.vllm.middleware.media import Medium, Missing
 from integration.test_encode_hop import (
     GRID,
@@ -124,15 +124,35 @@ def test_all_kinds_of_a_request_are_promised_or_none(client: Client) -> None:
 def test_a_medium_that_comes_by_its_outline_needs_no_metadata(
     client: Client, said: Any, is_promised: bool
 ) -> None:
-    answer = answers(200, {"ec_transfer_params": {"a": said}})
+    async def stores(_: SmallServer, body: dict) -> web.Response:
+        answer = {"ec_transfer_params": {"a": said}}
+        return web.json_response(answer, headers={HAS_OUTLINE: "1"})
 
     async def run() -> None:
-        async with hop_to(client, answer) as (hop, _, _):
+        async with hop_to(client, stores) as (hop, _, _):
             asked = look(picture("a")._replace(by_outline=True))
             await hop.complete(asked, "caller")
             assert [promise.placeholder for _, promise in asked.promised] == [None] * is_promised
 
     asyncio.run(run())
+
+
+def test_an_outline_that_no_encoder_stores_is_not_waited_for(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine preprocesses the medium, and finds what the encoder has stored."""
+
+    async def run() -> None:
+        async with hop_to(client, encodes, encodes) as (hop, engines, _):
+            for _ in range(2):
+                asked = look(picture("a")._replace(by_outline=True))
+                await hop.complete(asked, "caller")
+                assert not asked.promised
+            assert sum(len(engine.asked) for engine in engines) == 2, "no other one is asked"
+            await hop.promise(picture("b"))
+
+    asyncio.run(run())
+    assert caplog.text.count("has no ReuseMiddleware") == 1
 
 
 def slowly(clock: Clock, last: Behaviour) -> Behaviour:

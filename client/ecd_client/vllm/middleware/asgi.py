@@ -67,6 +67,17 @@ def with_body(scope: Scope, body: bytes, receive: Receive) -> tuple[Scope, Recei
     return scope, again
 
 
+def with_header(send: Send, name: str) -> Send:
+    """The same, for an answer that has one more header."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (name.encode(), b"1")]}
+        await send(message)
+
+    return sending
+
+
 class Leaving:
     """Notices a client that disconnects, after the request's body has come."""
 

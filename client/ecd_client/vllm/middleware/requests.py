@@ -231,10 +231,13 @@ class Requests:
         size = self._headers.size(medium, url)
         if size is None:
             return None
+        by_outline = size.has_times or not self._metadata.can_promise(medium.kind)
+        if by_outline and medium.kind not in self._can_outline:
+            return None
         return Missing(
             *(medium, url, medium.name, namespace, size.tokens, salt, size.seconds),
             decoding=None if medium.is_chosen else self._how[medium.kind],
-            by_outline=not self._metadata.can_promise(medium.kind),
+            by_outline=by_outline,
         )
 
     def take_promised(self, look: Look) -> None:

@@ -39,9 +39,10 @@ from ecd_client.vllm.middleware.asgi import (
     door_of,
     whole_body,
     with_body,
+    with_header,
 )
-from ecd_client.vllm.middleware.hop.encoders import UNLIKE
 from ecd_client.vllm.middleware.hop.environment import follows, hop_of
+from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, UNLIKE, is_call
 from ecd_client.vllm.middleware.hop.registered import (
     URL_VARIABLE,
     Registered,
@@ -92,6 +93,8 @@ class ReuseMiddleware:
                 error = {"message": "this encoder decodes otherwise: other versions, or settings"}
                 await JSONResponse({"error": error}, UNLIKE)(scope, receive, send)
                 return
+            if look.media and is_call(scope, look.request):
+                send = with_header(send, HAS_OUTLINE)
             try:
                 await self._complete(reuse, look, scope, receive, send)
             finally:
@@ -109,7 +112,7 @@ class ReuseMiddleware:
             return
         leaving = Leaving(receive)
         try:
-            if not reuse.hop.is_call(scope, look.request):
+            if not is_call(scope, look.request):
                 await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, reuse.has_keys)))
             if any(missing.by_outline for missing, _ in look.promised):
                 await asyncio.to_thread(reuse.requests.take_promised, look)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import NamedTuple
 
 import aiohttp
 
-from ecd_client.vllm.middleware.hop.encoders import UNLIKE, Encoder
+from ecd_client.vllm.middleware.hop.encoders import Encoder
+from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP, UNLIKE
 
-IS_HOP = "x-ecd-hop"
-"""Header of a call: an engine that gets it does not ask another one."""
 MAX_ANSWER_BYTES = 64 << 10
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422, UNLIKE)
 """Statuses that blame the medium: other encoders would refuse it, too; but for the last."""
+
+
+class Answer(NamedTuple):
+    """An answer's body, and whether the encoder's middleware has stored an outline if need be."""
+
+    body: bytes
+    has_outline: bool
 
 
 class Failed(Exception):
@@ -68,7 +75,7 @@ class Calls:
 
     async def complete(
         self, encoder: Encoder, body: bytes, within_s: float, connect_s: float
-    ) -> bytes:
+    ) -> Answer:
         """The answer to a chat completion. Raises Refused and Failed."""
         # `connect` has the time to resolve the name in it, which `sock_connect` has not.
         timeout = aiohttp.ClientTimeout(total=max(0.001, within_s), connect=connect_s)
@@ -79,7 +86,7 @@ class Calls:
         }
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        answer = b""
+        said, has_outline = b"", False
         try:
             async with self._session.post(
                 f"{encoder.url}/v1/chat/completions",
@@ -89,16 +96,17 @@ class Calls:
                 allow_redirects=False,
             ) as reply:
                 if reply.status in _REFUSALS:
-                    said = (await reply.content.read(200)).decode(errors="replace")
+                    why = (await reply.content.read(200)).decode(errors="replace")
                     is_by_all = reply.status != UNLIKE
-                    raise Refused(f"{reply.status} {said}", is_by_all=is_by_all)
+                    raise Refused(f"{reply.status} {why}", is_by_all=is_by_all)
                 if reply.status != 200:
                     raise Failed(f"it answered with status {reply.status}")
                 if reply.headers.get("Content-Encoding", "identity") != "identity":
                     raise Failed("its answer is compressed, which it was not asked for")
+                has_outline = HAS_OUTLINE in reply.headers
                 async for chunk in reply.content.iter_any():
-                    answer += chunk
-                    if len(answer) > MAX_ANSWER_BYTES:
+                    said += chunk
+                    if len(said) > MAX_ANSWER_BYTES:
                         raise Failed("its answer is too long")
         except aiohttp.ConnectionTimeoutError:
             raise Failed("it cannot be reached in time") from None
@@ -106,4 +114,4 @@ class Calls:
             raise Late("it did not answer in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Failed(f"{type(error).__name__}: {error}") from None
-        return answer
+        return Answer(said, has_outline)

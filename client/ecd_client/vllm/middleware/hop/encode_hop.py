@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
@@ -20,16 +20,13 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import CONSUMERS, DECODING, hints_in
-from ecd_client.vllm.middleware.hop.calls import IS_HOP, Calls, Failed, Late, Refused
+from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Refused
 from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
 from ecd_client.vllm.middleware.hop.places import Asker, Places
+from ecd_client.vllm.middleware.hop.protocol import IS_HOP_PARAM
 from ecd_client.vllm.middleware.media import Look, Missing, Promise
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
-
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -44,9 +41,7 @@ MAX_SENT_BYTES = 1 << 30
 MAX_OF_REQUEST, MAX_OF_CALLER = 16, 48
 """Media at one time of one request, which come in turns, and of one caller."""
 SAID_EVERY_S = 60.0
-"""Pause between two messages about media that encoders refuse."""
-IS_HOP_PARAM = "ecd_hop"
-"""The same in the body, as gateways drop headers."""
+"""Pause between two messages about media that encoders refuse, or store without outlines."""
 OUTCOMES = "encoded", "refused", "failed", "cancelled"
 """How a call ends, in the metrics."""
 
@@ -95,13 +90,6 @@ class EncodeHop:
         for flight in self._flights.values():
             flight.task.cancel()
         await self._calls.close()
-
-    def is_call(self, scope: Scope, request: dict[str, Any]) -> bool:
-        """Whether the request comes from an engine's hop: it is encoded here."""
-        params = request.get("ec_transfer_params")
-        return any(name == IS_HOP.encode() for name, _ in scope["headers"]) or (
-            isinstance(params, dict) and IS_HOP_PARAM in params
-        )
 
     def blame(self, look: Look) -> None:
         """Leave out the encoders whose promises made a request fail.
@@ -243,13 +231,16 @@ class EncodeHop:
                 else:
                     ends_s = min(until_s, began_s + self._within_s)
                     answer = await self._answer(encoder, body, ends_s)
-                promise = self._promise_in(answer, missing, encoder)
+                promise = self._promise_in(answer.body, missing, encoder)
                 self._encoders.note_served(encoder, clock.now_s(), is_long=bool(missing.seconds))
                 outcome = "encoded"
+                if missing.by_outline and not answer.has_outline:
+                    self._say(encoder, "has no ReuseMiddleware, which would store outlines")
+                    return None, "given_up"
                 return promise, "promised"
             except Refused as error:
                 outcome = "refused"
-                self._note_refused(encoder, error)
+                self._say(encoder, f"refuses a medium: {shown(str(error))}")
                 if error.is_by_all:
                     return None, "given_up"
             except Failed as error:
@@ -266,14 +257,14 @@ class EncodeHop:
                 if not self._encoders.has(encoder.url):  # it left during the call
                     self._metrics.forget(encoder.url)
 
-    async def _answer(self, encoder: Encoder, body: bytes, until_s: float) -> bytes:
+    async def _answer(self, encoder: Encoder, body: bytes, until_s: float) -> Answer:
         """The encoder's answer. Raises Refused and Failed."""
         connect_s = self._within_s * SHARE_TO_CONNECT
         return await self._calls.complete(encoder, body, until_s - clock.now_s(), connect_s)
 
     async def _answer_if_alive(
         self, encoder: Encoder, body: bytes, alive_by_s: float, until_s: float
-    ) -> bytes:
+    ) -> Answer:
         """The same, for longer than a picture may take, if it says by `alive_by_s` that it lives.
 
         It is asked after the time in which it has to be reached.
@@ -300,12 +291,11 @@ class EncodeHop:
             rest_s, said = encoder.rest_s, shown(str(error))
             logger.warning("ecd: encoder %s is left out for %g s: %s", encoder.url, rest_s, said)
 
-    def _note_refused(self, encoder: Encoder, error: Refused) -> None:
+    def _say(self, encoder: Encoder, what: str) -> None:
         now_s = clock.now_s()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + SAID_EVERY_S
-            said = shown(str(error))
-            logger.warning("ecd: encoder %s refuses a medium: %s", encoder.url, said)
+            logger.warning("ecd: encoder %s %s", encoder.url, what)
 
     def _body(self, missing: Missing) -> bytes:
         request: dict[str, Any] = {

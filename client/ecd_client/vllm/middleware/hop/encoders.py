@@ -12,8 +12,6 @@ from ecd_proto.encoders import checked_url
 VARIABLE = "ECD_ENCODERS"
 DIRECTORY = "directory"
 """The value of the variable that stands for all encoders which register themselves."""
-UNLIKE = 409
-"""Status of an encoder that decodes otherwise than the engine which asks it."""
 KEPT_S = 3.0
 """How long an encoder is kept that is not listed: a daemon that restarts knows none at first."""
 RESTS = Backoff(1.0, 60.0)

@@ -61,37 +61,35 @@ class Headers:
             logger.debug("ecd: the header of a video is not read", exc_info=True)
         return None
 
-    def are_apart_as_assumed(self, frames: Frames | None) -> bool:
-        """Whether a video needs no metadata of its frames' times, which no entry carries."""
+    def have_times(self, frames: Frames | None) -> bool:
+        """Whether the model reads when a video's frames are, and assumes otherwise."""
         if not self._reads_times:
-            return True
-        if frames is None or frames.rate_taken <= 0.0:
             return False
+        if frames is None or frames.rate_taken <= 0.0:
+            return True
         apart_s = self._grid_frames / frames.rate_taken
-        return bool(abs(apart_s - ASSUMED[STEP]) < _HALF_STEP)
+        return bool(abs(apart_s - ASSUMED[STEP]) >= _HALF_STEP)
 
     def size(self, medium: Medium, url: str) -> Size | None:
-        """The size of a medium with these bytes. None: no encoder can help.
+        """The size of a medium with these bytes. None: its header makes no sense.
 
-        Its metadata will not say all of it, or its header makes no sense: vLLM will say why.
+        vLLM will say why.
         """
         kind, nbytes, most = medium.kind, len(url) * 3 // 4, self._longest
         if kind == IMAGE:
             known = medium.content is not None
             return Size(tokens_of(*medium.content.media.size)) if known else of_bytes(kind, 0, most)
-        content = _bytes_of(medium, url)
+        content, estimate = _bytes_of(medium, url), of_bytes(kind, nbytes, most)
         if kind == VIDEO:
             frames = self.frames(content)
-            if not self.are_apart_as_assumed(frames):
+            if frames is None and content is not None and self._planner is not None:
                 return None
-            if frames is not None:
-                return of_video(frames, nbytes, most)
-            is_readable = content is None or self._planner is None
-        else:
-            seconds, is_readable = (None, True) if content is None else _seconds(content)
-            if seconds is not None:
-                return of_sound(min(seconds, envs.VLLM_MAX_AUDIO_DECODE_DURATION_S), nbytes, most)
-        return of_bytes(kind, nbytes, most) if is_readable else None
+            size = estimate if frames is None else of_video(frames, nbytes, most)
+            return size._replace(has_times=self.have_times(frames))
+        seconds, is_readable = (None, True) if content is None else _seconds(content)
+        if seconds is not None:
+            return of_sound(min(seconds, envs.VLLM_MAX_AUDIO_DECODE_DURATION_S), nbytes, most)
+        return estimate if is_readable else None
 
 
 def _bytes_of(medium: Medium, url: str) -> bytes | None:

@@ -29,10 +29,14 @@ _BYTES_PER_S, _PIXELS_PER_S, _TOKENS_PER_S = 64 << 20, 250e6, 2048
 
 
 class Size(NamedTuple):
-    """A medium's tokens, and the seconds for which it is waited longer than for a picture."""
+    """A medium's tokens, and the seconds for which it is waited longer than for a picture.
+
+    `has_times`: its metadata do not say all of it.
+    """
 
     tokens: int
     seconds: float = 0.0
+    has_times: bool = False
 
 
 class Frames(NamedTuple):
