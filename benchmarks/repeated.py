@@ -2,15 +2,17 @@
 
     python benchmarks/repeated.py [--rounds N] [--kind KIND ...] [--output FILE.md]
 
-A kind is a picture of a model with placeholder metadata (Qwen2.5-VL), one of a model without
-(LLaVA-NeXT), a video of 16 frames (Qwen2.5-VL), or a recording of 30 s (Qwen2-Audio). For each,
-vLLM's own API servers: three that have the medium first, with ecd's middleware, with ecd's
-connector, and with vLLM's file-based example connector; and one for each way to get what these
-have: ecd with its middleware, ecd's connector alone, the example connector, and nothing. Each round
-brings a new medium, which the first ones get; then the others are asked for it, one after the other
-in random order. None of these has seen it before, so no cache of vLLM's own has anything of it. The
-models are tiny and random, the media are not. At last, how long the middleware has a request before
-vLLM gets it. Needs `make vllm`.
+A kind is a picture of a model with placeholder metadata (Qwen2.5-VL), one of a family without
+(InternVL, Gemma 3, ...), a video of 16 frames (Qwen2.5-VL), or a recording of 30 s (Qwen2-Audio).
+For each, vLLM's own API servers: three that have the medium first, with ecd's middleware, with
+ecd's connector, and with vLLM's file-based example connector; and one for each way to get what
+these have: ecd with its middleware, ecd's connector alone, the example connector, and nothing. Of
+the families without metadata the first two ways are compared. Each round brings a new medium, which
+the first ones get; then the others are asked for it, one after the other in random order. None of
+these has seen it before, so no cache of vLLM's own has anything of it. The models are tiny and
+random; the media are not, and the families' pictures become as many tiles and embeddings as those
+of their real models. At last, how long the middleware has a request before vLLM gets it. Needs
+`make vllm`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from PIL import Image
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from e2e.engines import make_model, output_of
+from e2e.engines import make_model, output_of, result_of
 from e2e.servers import Server, api_server
 
 VERSION = "0.32.0"
@@ -48,6 +50,7 @@ MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING = (
     "vLLM's ECExampleConnector",
     "nothing",
 )
+ALL_WAYS, BOTH = (MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING), (MIDDLEWARE, CONNECTOR)
 SIZE = 1008, 756
 FRAMES, RATE, FRAME = 16, 2.0, (448, 336)
 SOUND_S, SAMPLES = 30, 16_000
@@ -68,6 +71,24 @@ class Kind:
     media_type: str
     make: Callable[[Path, int], bytes]
     limits: str = '{"image": 1, "video": 0}'
+    is_family: bool = False
+    """Whether the model is one of `repeated_model.py`, and the ways that it is asked in are two."""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return BOTH if self.is_family else ALL_WAYS
+
+    def make_model(self, directory: Path) -> list[str]:
+        """Write the model; returns the flags that its servers need."""
+        if not self.is_family:
+            make_model(VERSION, self.model, directory)
+            return []
+        script = str(Path(__file__).with_name("repeated_model.py"))
+        template = directory.with_name("template.jinja")
+        template.write_text(result_of(VERSION, script, self.model, str(directory)))
+        flags = ["--load-format", "dummy", "--chat-template", str(template)]
+        flags += ["--chat-template-content-format", "openai", "--max-model-len", "4096"]
+        return [*flags, "--max-num-batched-tokens", "8192", "--skip-mm-profiling"]
 
     def content(self, directory: Path, number: int) -> list[dict[str, Any]]:
         """A part that has the medium, as a data: URL."""
@@ -106,7 +127,6 @@ def sound(directory: Path, number: int) -> bytes:
 
 KINDS = {
     "picture": Kind("a picture", "qwen2_5_vl", "image_url", "image/jpeg", picture),
-    "outline": Kind("a picture, by outline", "llava_next", "image_url", "image/jpeg", picture),
     "video": Kind(
         *("a video of 16 frames", "qwen2_5_vl", "video_url", "video/mp4", video),
         json.dumps({"video": {"count": 1, "num_frames": FRAMES, "width": 448, "height": 336}}),
@@ -114,6 +134,20 @@ KINDS = {
     "sound": Kind(
         *("a recording of 30 s", "qwen2_audio", "audio_url", "audio/wav", sound, '{"audio": 1}')
     ),
+}
+FAMILIES = {
+    "internvl": "InternVL",
+    "gemma3": "Gemma 3",
+    "llama4": "Llama 4",
+    "llava_next": "LLaVA-NeXT",
+    "pixtral": "Pixtral",
+    "idefics3": "Idefics 3",
+    "glm4v": "GLM-4V",
+}
+"""Those without placeholder metadata, whose pictures come by outlines."""
+KINDS |= {
+    name: Kind(*(f"a picture, {called}", name, "image_url", "image/jpeg", picture), is_family=True)
+    for name, called in FAMILIES.items()
 }
 WORK = "media are preprocessed", "a video is decoded", "a sound is decoded"
 
@@ -137,14 +171,15 @@ def ask(server: Server, part: list[dict[str, Any]]) -> float:
     return time.perf_counter() - started_s
 
 
-def start(directory: Path, model: Path, address: str, limits: str) -> dict[str, Server]:
+def start(directory: Path, model: Path, address: str, kind: Kind) -> dict[str, Server]:
     """The servers, by way; those that have a medium first by the way that they are first for."""
+    more = kind.make_model(model)
     ecd = {"ecd_address": address}
     files = directory / "files"
     files.mkdir()
 
     def server(name: str, connector: str | None, role: str, *flags: str) -> Server:
-        chosen = ["--limit-mm-per-prompt", limits, *flags]
+        chosen = ["--limit-mm-per-prompt", kind.limits, *more, *flags]
         if connector is not None:
             transfer = {"ec_connector": connector, "ec_role": role}
             if connector == "EcdConnector":
@@ -159,12 +194,16 @@ def start(directory: Path, model: Path, address: str, limits: str) -> dict[str, 
         return api_server(VERSION, log, model, None, chosen, counting=True)
 
     flags = ("--middleware", "ecd_client.vllm.ReuseMiddleware")
-    return {
+    servers = {
         f"first, {MIDDLEWARE}": server("first", "EcdConnector", "ec_both", *flags),
-        f"first, {CONNECTOR}": server("ecd-encoder", "EcdConnector", "ec_producer"),
-        f"first, {EXAMPLE}": server("example-encoder", "ECExampleConnector", "ec_producer"),
         MIDDLEWARE: server("middleware", "EcdConnector", "ec_consumer", *flags),
         CONNECTOR: server("connector", "EcdConnector", "ec_consumer"),
+    }
+    if kind.ways == BOTH:  # vLLM's name of a picture is the middleware's, too
+        return servers
+    return servers | {
+        f"first, {CONNECTOR}": server("ecd-encoder", "EcdConnector", "ec_producer"),
+        f"first, {EXAMPLE}": server("example-encoder", "ECExampleConnector", "ec_producer"),
         EXAMPLE: server("example", "ECExampleConnector", "ec_consumer"),
         NOTHING: server("nothing", None, ""),
     }
@@ -186,12 +225,11 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
         directory = Path(name)
         daemon, address = start_daemon(directory, "ecd", 512 * MIB)
         stack.callback(end_daemon, daemon)
-        progress.print(f"{kind.name}: starting seven servers ...")
-        model = make_model(VERSION, kind.model, directory / "model")
+        progress.print(f"{kind.name}: starting its servers ...")
         if kind.make is video:
             said = map(str, (rounds + 2, RATE, FRAMES, *FRAME))
             output_of(VERSION, "clips.py", str(directory), *said)
-        servers = start(directory, model, address, kind.limits)
+        servers = start(directory, directory / "model", address, kind)
         for server in servers.values():
             stack.callback(server.close)
         for server in servers.values():
@@ -229,7 +267,7 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
             f"{median(a / b for a, b in zip(took[way], alone, strict=True)):.2f}x",
             *(f"{count / rounds:.0f}" for count in done[way]),
         ]
-        for way in (MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING)
+        for way in kind.ways
     ]
     nbytes = len(held[0][kind.part]["url"])
     return rows, (

@@ -35,7 +35,9 @@ load_bytes, load_base64, load_audio = (
 
 
 def call_and_say(self, hf_processor, data, *arguments, **named):
-    if any(data.get(media) for media in ("images", "videos", "audio", "audios")):
+    brought = [data.get(media, ()) for media in ("images", "videos", "audio", "audios")]
+    # A list, an array, or one picture.
+    if any(each is not None and (not hasattr(each, "__len__") or len(each)) for each in brought):
         print("media are preprocessed", flush=True)
         if gate := os.environ.get("GATE"):
             pass_gate(Path(gate))

@@ -178,7 +178,8 @@ def idefics(to: Checkpoint, config: type, images: Any, processor: type) -> None:
         "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
     }
-    tokens = to.tokens(*(f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)), **named)
+    tiles = (f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5))
+    tokens = to.tokens(*tiles, **named)
     made = config(
         image_token_id=to.id("<image>"),
         vision_config=TOWER | {"image_size": 56},
