@@ -11,8 +11,8 @@ the families without metadata the first two ways are compared. Each round brings
 the first ones get; then the others are asked for it, one after the other in random order. None of
 these has seen it before, so no cache of vLLM's own has anything of it. The models are tiny and
 random; the media are not, and the families' pictures become as many tiles and embeddings as those
-of their real models. At last, how long the middleware has a request before vLLM gets it. Needs
-`make vllm`.
+of their real models. At last, how long the middleware has a request before vLLM gets it, and of
+the kind `words` alone, at each door. Needs `make vllm`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ ALL_WAYS, BOTH = (MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING), (MIDDLEWARE, CONNECT
 SIZE = 1008, 756
 FRAMES, RATE, FRAME = 16, 2.0, (448, 336)
 SOUND_S, SAMPLES = 30, 16_000
+FLAGS = "--middleware", "ecd_client.vllm.ReuseMiddleware"
 READY = "that are stored are not preprocessed"
 SAVE_S = 0.3
 """Between the encoders' answers and the first question: no save is waited for."""
@@ -149,6 +150,17 @@ KINDS |= {
     name: Kind(*(f"a picture, {called}", name, "image_url", "image/jpeg", picture), is_family=True)
     for name, called in FAMILIES.items()
 }
+WORDS, SAID = "words", {"role": "user", "content": "what is what?"}
+GENERATING = {
+    "/v1/chat/completions": {"messages": [SAID]},
+    "/v1/chat/completions/batch": {"messages": [[SAID]]},
+    "/v1/completions": {"prompt": SAID["content"]},
+    "/v1/responses": {"input": SAID["content"]},
+    "/v1/messages": {"messages": [SAID], "max_tokens": 1},
+}
+POOLING = {"/v1/embeddings": {"messages": [SAID]}, "/pooling": {"messages": [SAID]}}
+"""Doors of a server that generates, and of one that pools, and what a request there has."""
+CHOICES = ", ".join([*KINDS, WORDS])
 WORK = "media are preprocessed", "a video is decoded", "a sound is decoded"
 
 
@@ -193,10 +205,9 @@ def start(directory: Path, model: Path, address: str, kind: Kind) -> dict[str, S
         log = directory / f"{name}.log"
         return api_server(VERSION, log, model, None, chosen, counting=True)
 
-    flags = ("--middleware", "ecd_client.vllm.ReuseMiddleware")
     servers = {
-        f"first, {MIDDLEWARE}": server("first", "EcdConnector", "ec_both", *flags),
-        MIDDLEWARE: server("middleware", "EcdConnector", "ec_consumer", *flags),
+        f"first, {MIDDLEWARE}": server("first", "EcdConnector", "ec_both", *FLAGS),
+        MIDDLEWARE: server("middleware", "EcdConnector", "ec_consumer", *FLAGS),
         CONNECTOR: server("connector", "EcdConnector", "ec_consumer"),
     }
     if kind.ways == BOTH:  # vLLM's name of a picture is the middleware's, too
@@ -217,6 +228,37 @@ def had_for_ms(server: Server, content: list[dict], rounds: int) -> float:
     return median(server.had_for_s()[-rounds:]) * 1e3
 
 
+def await_middleware(server: Server) -> None:
+    while READY not in server.text():
+        time.sleep(0.1)
+
+
+def words(rounds: int, progress: Console) -> str:
+    """How long the middleware has requests without media, at each door."""
+    took = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        directory = Path(name)
+        daemon, address = start_daemon(directory, "ecd", 64 * MIB)
+        stack.callback(end_daemon, daemon)
+        progress.print("words alone: starting two servers ...")
+        model = make_model(VERSION, "qwen2_5_vl", directory / "model")
+        pooling = "--runner", "pooling", "--convert", "embed"
+        for doors, flags in ((GENERATING, ()), (POOLING, pooling)):
+            log, chosen = directory / f"{len(doors)}.log", [*FLAGS, *flags]
+            server = api_server(
+                VERSION, log, model, "ec_both", chosen, counting=True, ecd_address=address
+            )
+            stack.callback(server.close)
+            server.wait_ready()
+            await_middleware(server)
+            for path, body in doors.items():
+                for _ in range(rounds + 1):
+                    status, said = server.ask(path, **body)
+                    assert status == 200, said
+                took.append(f"{median(server.had_for_s()[-rounds:]) * 1e3:.3f} ms at {path}")
+    return f"Words alone by door: {', '.join(took)}."
+
+
 def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]], str]:
     """The rows of one kind of media, and how long the middleware has its requests."""
     took: dict[str, list[float]] = defaultdict(list)
@@ -235,8 +277,8 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
         for server in servers.values():
             server.wait_ready()
         for way, server in servers.items():
-            while way.endswith(MIDDLEWARE) and READY not in server.text():
-                time.sleep(0.1)
+            if way.endswith(MIDDLEWARE):
+                await_middleware(server)
         first = [servers.pop(way) for way in list(servers) if way.startswith("first")]
         for number in range(rounds + 2):
             progress.print(f"{kind.name} {number} ...")
@@ -278,15 +320,18 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
 
 def main(
     rounds: Annotated[int, typer.Option(help="Media of each kind.")] = 20,
-    kind: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(KINDS)}.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"Only these: {CHOICES}.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
-    if unknown := {*(kind or ())} - KINDS.keys():
+    if unknown := {*(kind or ())} - {*KINDS, WORDS}:
         raise typer.BadParameter(f"no such kind: {', '.join(sorted(unknown))}")
     progress = Console(stderr=True)
     rows = [["", "", "first token", "ratio", "calls of the processor", "decodes"]]
     had: Sequence[str] = []
-    for name in kind or KINDS:
+    for name in kind or [*KINDS, WORDS]:
+        if name == WORDS:
+            had = [*had, words(rounds, progress)]
+            continue
         more, said = measure(KINDS[name], rounds, progress)
         rows += more
         had = [*had, said]
