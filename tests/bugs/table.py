@@ -1129,8 +1129,8 @@ EDITED = {
         "integration/test_encode_hop_media.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/encode_hop.py",
-            " + sum(seconds.values())",
-            " + 0.0 * sum(seconds.values())",
+            " + min(sum(seconds.values()), MAX_SECONDS)",
+            " + min(0.0, MAX_SECONDS)",
         ),
     ),
     "an encoder that hangs holds a video up for all of its time": Bug(
@@ -1156,8 +1156,53 @@ EDITED = {
         "integration/test_encode_hop_media.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/encode_hop.py",
-            "if missing.by_outline and not answer.has_outline:",
-            "if missing.by_outline and not answer.body:",
+            "if answer.has_outline and missing.can_outline:",
+            "if missing.can_outline:",
+        ),
+    ),
+    "who joins a call waits for as long as another request": Bug(
+        "vllm",
+        "integration/test_encode_hop_bounds.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "left_s = until_s - clock.now_s() if until_s < flight.until_s else None",
+            "left_s = None",
+        ),
+    ),
+    "an encoder is asked once whether it lives": Bug(
+        "vllm",
+        "integration/test_encode_hop_bounds.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "pause_s = bound_s = self._within_s",
+            "pause_s = bound_s = until_s",
+        ),
+    ),
+    "a video that an answer cannot describe leaves its encoder out": Bug(
+        "vllm",
+        "integration/test_encode_hop_bounds.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "                if hints:\n",
+            "                if not hints:\n",
+        ),
+    ),
+    "a medium over which encoders end goes to all of them": Bug(
+        "vllm",
+        "integration/test_encode_hop_bounds.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/hop/encode_hop.py",
+            "if lost >= MAX_LOST:",
+            "if lost < 0:",
+        ),
+    ),
+    "an encoder decodes otherwise while its middleware begins": Bug(
+        "vllm",
+        "e2e/test_one_node.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/reuse.py",
+            "if body is not None and DECODING.encode() in body:",
+            "if body is None:",
         ),
     ),
     "an encoder that decodes otherwise ends the search": Bug(

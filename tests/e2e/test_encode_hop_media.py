@@ -17,6 +17,7 @@ from e2e.test_reuse_media import LIMITS, NOTHING, ODD, Fleet, Work, data_url, sh
 from e2e.test_reuse_sounds import FLAGS, heard, sound
 from e2e.test_reuse_sounds import data_url as sound_url
 from ecd_client.vllm.base.names import OUTLINE
+from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP
 from support.waiting import HANG_S, eventually
 from support.web import site
 
@@ -235,6 +236,22 @@ def test_an_encoder_that_decodes_otherwise_refuses(hop: Hop) -> None:
     assert status == 409, body
     assert "decodes otherwise" in body["error"]
     assert Work.of(hop.encoder).since(before) == NOTHING
+
+
+def test_an_encoder_says_whether_all_is_stored(hop: Hop) -> None:
+    if hop.name != "pictures by outline":
+        return
+
+    def says(uuid: str) -> bool:
+        asked = hop.new(uuid=uuid), {IS_HOP: "1"}, {"max_tokens": 1}
+        with hop.encoder.open(*asked) as reply:
+            return HAS_OUTLINE in reply.headers
+
+    assert says("one")
+    hop.daemon.kill()
+    eventually(lambda: not says("another"))
+    hop.daemon.start()
+    eventually(lambda: says("a third"))
 
 
 def test_an_encoder_that_has_ended_costs_no_request(hop: Hop) -> None:

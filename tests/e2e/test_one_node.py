@@ -181,6 +181,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         first = "whole" if is_counted else "data:"
         assert done.pop("fetched") == [False, first, "absen", "slow"]
         assert done.pop("the middleware is connected") is True
+        assert done.pop("served as the middleware begins") == ["a client", "a hop"]
         prompts = {name: done.pop(name) for name in list(done) if "prompt's embeddings" in name}
         assert len(prompts) == 4
         assert not any(prompts.values()), prompts

@@ -85,7 +85,7 @@ class SmallServer:
         self.active = self.most_active = 0
         self.goes_on = asyncio.Event()
         self.says_it_lives = answers(200)
-        self.was_asked_if_it_lives = asyncio.Event()
+        self.was_asked_if_it_lives, self.looks = asyncio.Event(), 0
         self.transport: asyncio.Transport | None = None
 
     async def serve(self, request: web.Request) -> web.Response:
@@ -104,7 +104,11 @@ class SmallServer:
     async def live(self, request: web.Request) -> web.Response:
         assert request.path == "/health"
         self.was_asked_if_it_lives.set()
-        return await self.says_it_lives(self, {})
+        self.looks += 1
+        try:
+            return await self.says_it_lives(self, {})
+        finally:
+            self.looks -= 1
 
 
 async def encodes(_: SmallServer, body: dict) -> web.Response:

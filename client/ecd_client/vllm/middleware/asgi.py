@@ -67,11 +67,11 @@ def with_body(scope: Scope, body: bytes, receive: Receive) -> tuple[Scope, Recei
     return scope, again
 
 
-def with_header(send: Send, name: str) -> Send:
-    """The same, for an answer that has one more header."""
+def with_header(send: Send, name: str, holds: Callable[[], bool]) -> Send:
+    """The same, for an answer that has one more header if this holds as it begins."""
 
     async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.start" and message["status"] == 200 and holds():
             message = {**message, "headers": [*message.get("headers", ()), (name.encode(), b"1")]}
         await send(message)
 

@@ -86,6 +86,16 @@ class Entries:
             return Found(medium, item, None), True
         return found, True
 
+    def shows(self, namespace: str, kind: str, stored: str) -> bool:
+        """Whether memory shows a medium's entry, and its outline unless the entry says all."""
+        metadata = self._client.shown_metadata(stored, namespace=namespace)
+        if metadata is None:
+            return False
+        claimed = Placeholder.unpack(metadata)
+        if claimed is not None and self._metadata.checked(kind, claimed.fields) is not None:
+            return True
+        return self._client.is_shown(self._outline_name(stored), namespace=namespace)
+
     def _said(self, item: Item, kind: str) -> Placeholder | Outline | None:
         """The metadata of an entry, or their outline if no server takes them in a request.
 

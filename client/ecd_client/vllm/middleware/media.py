@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -95,7 +94,9 @@ class Medium:
             url: str = self.url
             return url
         if self._data_url is None and self.content is not None:
-            encoded = b64encode(self.content.original_bytes).decode()
+            import pybase64  # of vLLM: it holds up the event loop for less than Python's own
+
+            encoded = pybase64.b64encode_as_string(self.content.original_bytes)
             self._data_url = f"data:{self.kind}/unknown;base64,{encoded}"
         return self._data_url
 
@@ -163,7 +164,8 @@ class Missing(NamedTuple):
 
     It is waited for `seconds` longer than for a picture. `decoding` is a digest of what its name
     says of decoders; None: its name says nothing of them. `by_outline`: the engine needs its
-    outline, as it has no metadata.
+    outline, as its metadata do not say all; `can_outline`: it takes one, too. `is_safe`: the URL
+    needs no escapes in JSON.
     """
 
     medium: Medium
@@ -175,6 +177,8 @@ class Missing(NamedTuple):
     seconds: float = 0.0
     decoding: str | None = None
     by_outline: bool = False
+    can_outline: bool = False
+    is_safe: bool = False
 
     @property
     def kind(self) -> str:
@@ -192,7 +196,10 @@ class Missing(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """A stored medium's metadata, if it has any, its place, and the encoder that says so."""
+    """A stored medium's metadata, its place, and the encoder that says so.
+
+    Without metadata it comes by its outline.
+    """
 
     placeholder: Placeholder | None
     hints: list[Hint]
@@ -207,8 +214,8 @@ class Look:
     the stored names of all; None: they are not known, or a client has chosen one. `is_named`: where
     vLLM gets media, it gets the middleware's names of videos and sounds, too. `without_outline` has
     the namespace and the stored name, by mm_hash, of each medium whose outline ecd may lack.
-    `is_foreign`: an engine has it encoded that decodes otherwise. `waits_until_s`: what encoders
-    have stored may still come until then.
+    `may_send`: there are encoders for what is missing. `is_foreign`: an engine has it encoded that
+    decodes otherwise. `waits_until_s`: what encoders have stored may still come until then.
     """
 
     body: bytes
@@ -220,6 +227,7 @@ class Look:
     names: frozenset[str] | None = None
     without_outline: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_named: bool = False
+    may_send: bool = False
     is_foreign: bool = False
     waits_until_s: float = 0.0
     is_settled: bool = False

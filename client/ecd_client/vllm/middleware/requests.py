@@ -21,6 +21,7 @@ from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.middleware.asgi import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.entries import Entries
 from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
@@ -31,19 +32,23 @@ from ecd_client.vllm.middleware.media import (
     KINDS,
     READ_BY_KEY,
     VIDEO,
+    Found,
     Look,
     Medium,
     Missing,
+    Promise,
 )
 from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_client.vllm.middleware.outlines import Outlines
-from ecd_proto.placeholders import Placeholder
+from ecd_proto.placeholders import Placeholder, may_be_together
 
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_MEDIA = 64
 """Most media that are looked up for one request."""
+MAX_URL = MAX_BODY_BYTES - (1 << 16)
+"""Longest URL in a call of an encoder, whose middleware reads no larger body."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for media that are being written, or that other nodes may have."""
 URL_MARK, SOUND_MARK = b'_url"', b"input_audio"
@@ -109,13 +114,13 @@ class Requests:
         """Whether a request can have media of a kind that is looked up."""
         return any(each in body for each in self._marks)
 
-    async def look(self, body: bytes) -> Look:
+    async def look(self, body: bytes, *, may_send: bool = False) -> Look:
         """Find all media of a request, or none of them; vLLM refuses what is mixed.
 
-        None is found where one is missing that no hop can have encoded. The caller releases what
-        was fetched.
+        None is found where one is missing that no hop can have encoded: encoders are there only if
+        it `may_send`. The caller releases what was fetched.
         """
-        look = Look(body)
+        look = Look(body, may_send=may_send)
         try:
             await asyncio.to_thread(self._read, look)
             if look.media and await self._fetcher.fetch(look):
@@ -199,7 +204,8 @@ class Requests:
                 # A request may name what encoders have stored, under vLLM's own names.
                 names_others = names_items(params) and medium.name not in params
                 is_elsewhere = names_others and medium.is_named_here
-                may_go = medium.kind in self._sent and not (is_alone or is_stored or is_elsewhere)
+                stays = is_alone or is_stored or is_elsewhere
+                may_go = look.may_send and medium.kind in self._sent and not stays
                 if may_go and (missing := self._missing(medium, namespace, look.salt)):
                     look.missing.append(missing)
                 elif medium.kind not in self._outlined:
@@ -226,35 +232,64 @@ class Requests:
     def _missing(self, medium: Medium, namespace: str, salt: str | None) -> Missing | None:
         """What an encoder needs to know of the medium. None: it cannot help."""
         url = medium.data_url()
-        if url is None:
+        if url is None or len(url) > MAX_URL:
             return None
         size = self._headers.size(medium, url)
         if size is None:
             return None
+        can_outline = medium.kind in self._can_outline
         by_outline = size.has_times or not self._metadata.can_promise(medium.kind)
-        if by_outline and medium.kind not in self._can_outline:
+        if by_outline and not can_outline:
             return None
         return Missing(
             *(medium, url, medium.name, namespace, size.tokens, salt, size.seconds),
             decoding=None if medium.is_chosen else self._how[medium.kind],
             by_outline=by_outline,
+            can_outline=can_outline,
+            is_safe=not medium.is_inline,
         )
 
-    def take_promised(self, look: Look) -> None:
+    async def take_promised(self, look: Look) -> None:
         """Find the outlines of what encoders have stored, or have the request bring its media."""
+        promised, look.promised = look.promised, []
         until_s = min(look.waits_until_s, clock.now_s() + self._settings.load_timeout_s)
-        for missing, promise in list(look.promised):
-            if not missing.by_outline:
+        found = await asyncio.to_thread(self._find_promised, promised, until_s)
+        if found is None:
+            return
+        look.found += found
+        look.promised = [each for each in promised if each[1].placeholder is not None]
+        said = [each.placeholder for each in look.found]
+        said += [promise.placeholder for _, promise in look.promised]
+        has_outline = any(isinstance(each.said, Outline) for each in look.found)
+        is_one_way = not has_outline or {each.kind for each in look.media} <= self._can_outline
+        if not (is_one_way and may_be_together([each for each in said if each is not None])):
+            look.promised = []
+
+    def _find_promised(
+        self, promised: list[tuple[Missing, Promise]], until_s: float
+    ) -> list[Found] | None:
+        found = []
+        for missing, promise in promised:
+            if promise.placeholder is not None:
                 continue
-            found = None
+            about = missing.namespace, missing.medium, missing.stored_name, promise.hints
+            one: Found | None = None
             with contextlib.suppress(EcdError):
-                about = missing.namespace, missing.medium, missing.stored_name, promise.hints
-                found, _ = self._entries.find(*about, until_s)
-            if found is None:
-                look.promised = []
-                return
-            look.found.append(found)
-            look.promised.remove((missing, promise))
+                one, _ = self._entries.find(*about, until_s)
+            if one is None:
+                return None
+            found.append(one)
+        return found
+
+    def stores_all(self, look: Look) -> bool:
+        """Whether memory shows all that stands in the place of a request's media, since it came."""
+        kinds = {medium.name: medium.kind for medium in look.media}
+        with contextlib.suppress(EcdError):
+            return all(
+                self._entries.shows(namespace, kinds[name], stored)
+                for name, (namespace, stored) in look.without_outline.items()
+            )
+        return False
 
     def _name(self, medium: Medium) -> None:
         if medium.name:

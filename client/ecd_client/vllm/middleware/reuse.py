@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -27,6 +28,7 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.base.description import engine_id
+from ecd_client.vllm.base.hints import DECODING
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import FAIL, Settings
@@ -68,17 +70,22 @@ class ReuseMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._reuse: Reuse | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            starting = asyncio.create_task(self._start(scope["app"].state))
+            self._starting = asyncio.create_task(self._start(scope["app"].state))
             await self._app(scope, receive, send)
-            await starting
+            await self._starting
             if self._reuse is not None:
                 await self._reuse.close()
             return
-        reuse = self._reuse
         door = door_of(scope)
+        if door is not None and self._starting is not None and not self._starting.done():
+            body, receive = await whole_body(receive)
+            if body is not None and DECODING.encode() in body:  # which this server has to compare
+                await asyncio.wait((self._starting,))
+        reuse = self._reuse
         if reuse is None or not reuse.serves(door) or not reuse.lets_in(Headers(scope=scope)):
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
@@ -88,13 +95,14 @@ class ReuseMiddleware:
             return
         reuse.active += 1
         try:
-            look = await reuse.requests.look(body)
+            may_send = reuse.hop is not None and reuse.hop.may_send() and not is_call(scope, {})
+            look = await reuse.requests.look(body, may_send=may_send)
             if look.is_foreign:
                 error = {"message": "this encoder decodes otherwise: other versions, or settings"}
                 await JSONResponse({"error": error}, UNLIKE)(scope, receive, send)
                 return
-            if look.media and is_call(scope, look.request):
-                send = with_header(send, HAS_OUTLINE)
+            if (look.found or look.without_outline) and is_call(scope, look.request):
+                send = with_header(send, HAS_OUTLINE, partial(reuse.requests.stores_all, look))
             try:
                 await self._complete(reuse, look, scope, receive, send)
             finally:
@@ -113,9 +121,8 @@ class ReuseMiddleware:
         leaving = Leaving(receive)
         try:
             if not is_call(scope, look.request):
-                await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, reuse.has_keys)))
-            if any(missing.by_outline for missing, _ in look.promised):
-                await asyncio.to_thread(reuse.requests.take_promised, look)
+                await leaving.interrupts(reuse.ask_encoders(look, caller_of(scope, reuse.has_keys)))
+            look.missing = []
             await self._serve(reuse, look, scope, leaving.receive, send)
         finally:
             leaving.close()
@@ -276,6 +283,13 @@ class Reuse:
                 logger.info("ecd: this server registers as the encoder %s", url)
         except ValueError as error:  # InvalidArgument, too
             logger.error("ecd: this server is not registered: %s: %s", URL_VARIABLE, error)
+
+    async def ask_encoders(self, look: Look, caller: str) -> None:
+        """Have what the request lacks encoded elsewhere, or leave it as it was."""
+        assert self.hop is not None
+        await self.hop.complete(look, caller)
+        if any(promise.placeholder is None for _, promise in look.promised):
+            await self.requests.take_promised(look)
 
     def start(self) -> None:
         """Begin to follow encoders that register themselves, and to report as one of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from io import BytesIO
 from typing import NamedTuple
 
 import aiohttp
@@ -14,8 +15,11 @@ from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP, UNLIKE
 MAX_ANSWER_BYTES = 64 << 10
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
-_REFUSALS = (400, 413, 422, UNLIKE)
+_REFUSALS = (400, 413, 422, 501, UNLIKE)
 """Statuses that blame the medium: other encoders would refuse it, too; but for the last."""
+
+
+_LOST = aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientOSError
 
 
 class Answer(NamedTuple):
@@ -33,6 +37,10 @@ class Late(Failed):
     """An encoder has not answered in time."""
 
 
+class Lost(Failed):
+    """An encoder has ended the connection of a call, or has ended itself."""
+
+
 class Refused(Exception):
     """An encoder has refused the medium. `is_by_all`: others would refuse it, too."""
 
@@ -44,9 +52,9 @@ class Refused(Exception):
 class Calls:
     """An HTTP client for encoders. Used from one event loop."""
 
-    def __init__(self, key: str | None) -> None:
-        """`key` is sent as a bearer token."""
-        self._key = key
+    def __init__(self, key: str | None, connect_s: float) -> None:
+        """`key` is sent as a bearer token. An encoder has to be reached within `connect_s`."""
+        self._key, self._connect_s = key, connect_s
         self._client: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -73,12 +81,10 @@ class Calls:
                 return reply.status < 500
         return False
 
-    async def complete(
-        self, encoder: Encoder, body: bytes, within_s: float, connect_s: float
-    ) -> Answer:
+    async def complete(self, encoder: Encoder, body: bytes, within_s: float) -> Answer:
         """The answer to a chat completion. Raises Refused and Failed."""
         # `connect` has the time to resolve the name in it, which `sock_connect` has not.
-        timeout = aiohttp.ClientTimeout(total=max(0.001, within_s), connect=connect_s)
+        timeout = aiohttp.ClientTimeout(total=max(0.001, within_s), connect=self._connect_s)
         headers = {
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
@@ -90,7 +96,7 @@ class Calls:
         try:
             async with self._session.post(
                 f"{encoder.url}/v1/chat/completions",
-                data=body,
+                data=BytesIO(body),  # which is sent in pieces
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
@@ -112,6 +118,10 @@ class Calls:
             raise Failed("it cannot be reached in time") from None
         except asyncio.TimeoutError:
             raise Late("it did not answer in time") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Failed(f"{type(error).__name__}: {error}") from None
+        except _LOST as error:
+            raise Lost(f"it has ended the connection: {error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Failed(f"{type(error).__name__}: {error}") from None
         return Answer(said, has_outline)

@@ -20,10 +20,11 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import CONSUMERS, DECODING, hints_in
-from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Refused
+from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Lost, Refused
 from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
 from ecd_client.vllm.middleware.hop.places import Asker, Places
 from ecd_client.vllm.middleware.hop.protocol import IS_HOP_PARAM
+from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
 from ecd_client.vllm.middleware.media import Look, Missing, Promise
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
@@ -40,8 +41,11 @@ MAX_SENT_BYTES = 1 << 30
 """Their bytes, beyond which one goes alone."""
 MAX_OF_REQUEST, MAX_OF_CALLER = 16, 48
 """Media at one time of one request, which come in turns, and of one caller."""
+MAX_LOST = 3
+"""Encoders that may end over one medium before the engine has it."""
 SAID_EVERY_S = 60.0
 """Pause between two messages about media that encoders refuse, or store without outlines."""
+_MALFORMED = AttributeError, KeyError, RecursionError, TypeError, ValueError
 OUTCOMES = "encoded", "refused", "failed", "cancelled"
 """How a call ends, in the metrics."""
 
@@ -51,10 +55,13 @@ class NotEncoded(Exception):
 
 
 class _Flight:
-    """The one search for an encoder that all requests for a medium wait for."""
+    """The one search for an encoder that all requests for a medium wait for.
 
-    def __init__(self, task: asyncio.Task[Promise | None]) -> None:
-        self.task, self.waiting = task, 0
+    `until_s` is when it ends.
+    """
+
+    def __init__(self, task: asyncio.Task[Promise | None], until_s: float) -> None:
+        self.task, self.until_s, self.waiting = task, until_s, 0
 
 
 class EncodeHop:
@@ -79,10 +86,11 @@ class EncodeHop:
         has longer if it lacks others (`Missing.seconds`), from encoders that are alive.
         """
         self._encoders, self._client, self._model = encoders, client, model
-        self._checked, self._in_need, self._calls = checked, in_need, Calls(key)
-        self._within_s, self._quiet_until_s = within_s, 0.0
-        self._sent_bytes = 0
-        self._flights: dict[tuple[str, str], _Flight] = {}
+        self._checked, self._in_need = checked, in_need
+        self._calls = Calls(key, within_s * SHARE_TO_CONNECT)
+        self._within_s, self._sent_bytes = within_s, 0
+        self._quiet_until_s: dict[str, float] = {}
+        self._flights: dict[tuple[str, str, str, bool], _Flight] = {}
         self._places = Places(MAX_CALLS, MAX_OF_CALLER)
         self._metrics = metrics()
 
@@ -90,6 +98,10 @@ class EncodeHop:
         for flight in self._flights.values():
             flight.task.cancel()
         await self._calls.close()
+
+    def may_send(self) -> bool:
+        """Whether there is an encoder that would be asked now."""
+        return self._encoders.are_any(clock.now_s(), in_need=self._in_need)
 
     def blame(self, look: Look) -> None:
         """Leave out the encoders whose promises made a request fail.
@@ -133,7 +145,8 @@ class EncodeHop:
         said = [found.placeholder for found in look.found]
         said += [promise.placeholder for promise in promises]
         if may_be_together([each for each in said if each is not None]):
-            look.promised = list(zip(look.missing, promises, strict=True))
+            media = [missing._replace(url="") for missing in look.missing]  # which are sent
+            look.promised = list(zip(media, promises, strict=True))
 
     async def promise(
         self, missing: Missing, asker: Asker | None = None, until_s: float | None = None
@@ -145,35 +158,45 @@ class EncodeHop:
         if until_s is None:
             until_s = self._until_s(missing)
         asker = asker or Asker("")
-        key = missing.namespace, missing.stored_name
+        while True:
+            flight = await self._flight(missing, asker, until_s)
+            flight.waiting += 1
+            left_s = until_s - clock.now_s() if until_s < flight.until_s else None
+            try:
+                await asyncio.wait((flight.task,), timeout=left_s)
+            finally:
+                flight.waiting -= 1
+                if not flight.waiting:
+                    flight.task.cancel()
+                    self._forget(flight)  # a newcomer starts anew
+            promise = flight.task.result() if flight.task.done() else None
+            if promise is not None:
+                return promise
+            # Another request's search may have had less time than this one has.
+            if flight.until_s >= until_s or clock.now_s() >= until_s:
+                raise NotEncoded
+
+    async def _flight(self, missing: Missing, asker: Asker, until_s: float) -> _Flight:
+        """The search for an encoder of the medium, which may be another request's."""
+        key = missing.namespace, missing.stored_name, missing.kind, missing.by_outline
         if key not in self._flights:
             await self._take_place(asker, until_s)
             if key in self._flights:  # another request was faster
                 self._places.give(asker)
         flight = self._flights.get(key)
-        if flight is None:
-            search = asyncio.ensure_future(self._search(missing, until_s))
-            search.add_done_callback(lambda _: self._places.give(asker))
-            flight = self._flights[key] = _Flight(search)
-            flight.task.add_done_callback(lambda _: self._forget(key, flight))
-        else:
+        if flight is not None:
             self._metrics.count("joined")
-        flight.waiting += 1
-        try:
-            promise = await asyncio.shield(flight.task)
-        finally:
-            flight.waiting -= 1
-            if not flight.waiting:
-                flight.task.cancel()
-                self._forget(key, flight)  # a newcomer starts anew
-        if promise is None:
-            raise NotEncoded
-        return promise
+            return flight
+        search = asyncio.ensure_future(self._search(missing, until_s))
+        search.add_done_callback(lambda _: self._places.give(asker))
+        flight = self._flights[key] = _Flight(search, until_s)
+        search.add_done_callback(lambda _: self._forget(flight))
+        return flight
 
     def _until_s(self, *missing: Missing) -> float:
         """When a request that lacks these has waited for as long as it may."""
         seconds = {each.stored_name: each.seconds for each in missing}
-        return clock.now_s() + self._within_s + sum(seconds.values())
+        return clock.now_s() + self._within_s + min(sum(seconds.values()), MAX_SECONDS)
 
     async def _take_place(self, asker: Asker, until_s: float) -> None:
         """Take a place; only an engine without an encoder waits for one. Raises NotEncoded."""
@@ -186,9 +209,8 @@ class EncodeHop:
         self._metrics.count("full")
         raise NotEncoded
 
-    def _forget(self, key: tuple[str, str], flight: _Flight | None) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _forget(self, flight: _Flight) -> None:
+        self._flights = {key: each for key, each in self._flights.items() if each is not flight}
 
     # -- one medium ----------------------------------------------------------------------------
 
@@ -210,12 +232,15 @@ class EncodeHop:
         """The promise of the first encoder that makes one, and how the search has ended."""
         body: bytes | None = None
         tried: set[Encoder] = set()
+        lost = 0
         alive_by_s = clock.now_s() + self._within_s
         while True:
             began_s = clock.now_s()
             if began_s >= until_s:
                 return None, "late"
-            encoder = self._encoders.choose(missing.tokens, tried, began_s, in_need=self._in_need)
+            encoder = self._encoders.choose(
+                *(missing.tokens, tried, began_s), decoding=missing.decoding, in_need=self._in_need
+            )
             if encoder is None:
                 return None, "given_up"
             tried.add(encoder)
@@ -229,20 +254,18 @@ class EncodeHop:
                 if is_long:
                     answer = await self._answer_if_alive(encoder, body, alive_by_s, until_s)
                 else:
-                    ends_s = min(until_s, began_s + self._within_s)
-                    answer = await self._answer(encoder, body, ends_s)
-                promise = self._promise_in(answer.body, missing, encoder)
+                    within_s = min(until_s, began_s + self._within_s) - clock.now_s()
+                    answer = await self._calls.complete(encoder, body, within_s)
+                promise = self._promise_in(answer, missing, encoder)
                 self._encoders.note_served(encoder, clock.now_s(), is_long=bool(missing.seconds))
                 outcome = "encoded"
-                if missing.by_outline and not answer.has_outline:
-                    self._say(encoder, "has no ReuseMiddleware, which would store outlines")
-                    return None, "given_up"
-                return promise, "promised"
+                return promise, "given_up" if promise is None else "promised"
             except Refused as error:
                 outcome = "refused"
-                self._say(encoder, f"refuses a medium: {shown(str(error))}")
+                self._say(encoder, "refuses a medium", str(error))
                 if error.is_by_all:
                     return None, "given_up"
+                self._encoders.note_unlike(encoder, missing.decoding, clock.now_s())
             except Failed as error:
                 outcome = "failed"
                 is_late = isinstance(error, Late)
@@ -250,6 +273,9 @@ class EncodeHop:
                     self._encoders.note_late(encoder, clock.now_s())
                 if not (is_late and encoder.has_served(began_s - CALM_S)):
                     self._note_failed(encoder, began_s, error)
+                lost += isinstance(error, Lost)
+                if lost >= MAX_LOST:
+                    return None, "given_up"
             finally:
                 self._encoders.release(encoder, missing.tokens)
                 active.dec(missing.tokens)
@@ -257,31 +283,28 @@ class EncodeHop:
                 if not self._encoders.has(encoder.url):  # it left during the call
                     self._metrics.forget(encoder.url)
 
-    async def _answer(self, encoder: Encoder, body: bytes, until_s: float) -> Answer:
-        """The encoder's answer. Raises Refused and Failed."""
-        connect_s = self._within_s * SHARE_TO_CONNECT
-        return await self._calls.complete(encoder, body, until_s - clock.now_s(), connect_s)
-
     async def _answer_if_alive(
         self, encoder: Encoder, body: bytes, alive_by_s: float, until_s: float
     ) -> Answer:
-        """The same, for longer than a picture may take, if it says by `alive_by_s` that it lives.
+        """An answer that may take longer than a picture's, while the encoder says that it lives.
 
-        It is asked after the time in which it has to be reached.
+        It is asked after the time in which it has to be reached, until `alive_by_s`, and from then
+        on again and again.
         """
-        quarter_s = self._within_s * SHARE_TO_CONNECT
-        answer = asyncio.ensure_future(self._answer(encoder, body, until_s))
+        pause_s = self._within_s * SHARE_TO_CONNECT
+        bound_s = max(alive_by_s - clock.now_s() - pause_s, pause_s)
+        call = self._calls.complete(encoder, body, until_s - clock.now_s())
+        answer = asyncio.ensure_future(call)
         try:
-            await asyncio.wait((answer,), timeout=quarter_s)
-            if not answer.done():
-                left_s = max(alive_by_s - clock.now_s(), quarter_s)
-                alive = asyncio.ensure_future(self._calls.is_alive(encoder, left_s))
+            while not (await asyncio.wait((answer,), timeout=pause_s))[0]:
+                alive = asyncio.ensure_future(self._calls.is_alive(encoder, bound_s))
                 try:
                     await asyncio.wait((answer, alive), return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done() and not alive.result():
                         raise Failed("its server does not answer")
                 finally:
                     alive.cancel()
+                pause_s = bound_s = self._within_s
             return await answer
         finally:
             answer.cancel()
@@ -291,38 +314,51 @@ class EncodeHop:
             rest_s, said = encoder.rest_s, shown(str(error))
             logger.warning("ecd: encoder %s is left out for %g s: %s", encoder.url, rest_s, said)
 
-    def _say(self, encoder: Encoder, what: str) -> None:
+    def _say(self, encoder: Encoder, what: str, why: str) -> None:
         now_s = clock.now_s()
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = now_s + SAID_EVERY_S
-            logger.warning("ecd: encoder %s %s", encoder.url, what)
+        if now_s >= self._quiet_until_s.get(what, 0.0):
+            self._quiet_until_s[what] = now_s + SAID_EVERY_S
+            logger.warning("ecd: encoder %s %s: %s", encoder.url, what, shown(why))
 
     def _body(self, missing: Missing) -> bytes:
-        request: dict[str, Any] = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": [missing.part]}],
-            "max_tokens": 1,
-        }
         params: dict[str, Any] = {IS_HOP_PARAM: True}
         if missing.decoding is not None:
             params[DECODING] = missing.decoding
         with contextlib.suppress(EcdError):
             if node := self._client.node:
                 params[CONSUMERS] = [node]
-        request["ec_transfer_params"] = params
+        request: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": 1,
+            "ec_transfer_params": params,
+        }
         if missing.salt:
             request["cache_salt"] = missing.salt
-        return json.dumps(request).encode()
+        if not missing.is_safe:
+            request["messages"] = [{"role": "user", "content": [missing.part]}]
+            return json.dumps(request).encode()
+        # To look through a long URL for what has to be escaped would hold up all requests.
+        request["messages"] = [{"role": "user", "content": [missing._replace(url="").part]}]
+        before, after = json.dumps(request).split('"url": ""')
+        return b"".join((f'{before}"url": "'.encode(), missing.url.encode(), f'"{after}'.encode()))
 
-    def _promise_in(self, answer: bytes, missing: Missing, encoder: Encoder) -> Promise:
-        """The promise that an answer makes of the medium. Raises Failed."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            params, name = json.loads(answer)["ec_transfer_params"], missing.name
-            placeholder = None
-            if not missing.by_outline:
-                placeholder = self._checked(missing.kind, params[name]["metadata"])
-            if placeholder is not None or (missing.by_outline and isinstance(params[name], dict)):
-                return Promise(placeholder, hints_in(params, [name]).get(name, []), encoder)
+    def _promise_in(self, answer: Answer, missing: Missing, encoder: Encoder) -> Promise | None:
+        """The promise that an answer makes of the medium. Raises Failed.
+
+        None: it is stored, but the engine can be told of it neither by metadata nor by an outline.
+        """
+        with contextlib.suppress(*_MALFORMED):
+            params, name = json.loads(answer.body)["ec_transfer_params"], missing.name
+            said, hints = params[name].get("metadata"), hints_in(params, [name]).get(name, [])
+            if not missing.by_outline and (known := self._checked(missing.kind, said)):
+                return Promise(known, hints, encoder)
+            if missing.by_outline or not said:
+                if answer.has_outline and missing.can_outline:
+                    return Promise(None, hints, encoder)
+                if hints:
+                    if missing.can_outline:
+                        self._say(encoder, "stores no outlines", "has it ReuseMiddleware?")
+                    return None
         raise Failed("it has not stored the medium, or does not say its size")
 
 

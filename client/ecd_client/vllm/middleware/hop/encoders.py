@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ecd_client.errors import InvalidArgument
 from ecd_proto.backoff import Backoff
@@ -47,6 +47,7 @@ class Encoder:
     _rests_until_s: float = 0.0
     _served_s: float = 0.0
     _hurried_until_s: float = 0.0
+    _unlike_until_s: dict[str, float] = field(default_factory=dict)
     _last_call: int = 0
     _listed_s: float = 0.0
 
@@ -61,6 +62,10 @@ class Encoder:
     def is_hurried(self, now_s: float) -> bool:
         """Whether it has no longer for a medium than for a picture: it was late with a long one."""
         return now_s < self._hurried_until_s
+
+    def is_unlike(self, decoding: str | None, now_s: float) -> bool:
+        """Whether it has said of late that it decodes otherwise than with this digest."""
+        return decoding is not None and now_s < self._unlike_until_s.get(decoding, 0.0)
 
 
 class Encoders:
@@ -82,18 +87,32 @@ class Encoders:
         self._encoders = [each for each in known.values() if each not in left]
         return left
 
+    def are_any(self, now_s: float, *, in_need: bool = False) -> bool:
+        """Whether one is not left out; `in_need` does not ask for that."""
+        return any(in_need or encoder.is_ready(now_s) for encoder in self._encoders)
+
     def has(self, url: str) -> bool:
         return any(encoder.url == url for encoder in self._encoders)
 
     def choose(
-        self, tokens: int, tried: Collection[Encoder], now_s: float, *, in_need: bool = False
+        self,
+        tokens: int,
+        tried: Collection[Encoder],
+        now_s: float,
+        *,
+        decoding: str | None = None,
+        in_need: bool = False,
     ) -> Encoder | None:
         """Give the tokens to an encoder that was not tried, until they are released.
 
-        Of equals the one that was called longest ago. None: all were tried or are left out;
-        `in_need` takes these, too.
+        Of equals the one that was called longest ago. None: all were tried, decode otherwise or are
+        left out; `in_need` takes the last, too.
         """
-        left = [encoder for encoder in self._encoders if encoder not in tried]
+        left = [
+            encoder
+            for encoder in self._encoders
+            if encoder not in tried and not encoder.is_unlike(decoding, now_s)
+        ]
         ready = [encoder for encoder in left if encoder.is_ready(now_s)] or (
             left if in_need else []
         )
@@ -114,6 +133,11 @@ class Encoders:
         encoder._served_s = now_s
         if is_long:
             encoder._hurried_until_s = 0.0
+
+    def note_unlike(self, encoder: Encoder, decoding: str | None, now_s: float) -> None:
+        """Leave the encoder out for a while where media are decoded as this digest says."""
+        if decoding is not None:
+            encoder._unlike_until_s[decoding] = now_s + RESTS.longest_s
 
     def note_late(self, encoder: Encoder, now_s: float) -> None:
         """Give it no longer than for a picture for a while: it had the time that a medium needs."""

@@ -1,4 +1,7 @@
-"""Reads how large media are from their headers, with vLLM's own loaders, and decodes none."""
+"""Reads how large media are from their headers, with vLLM's own loaders.
+
+These look for a video's end, and decode its last group of frames for that; nothing else is decoded.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ class Headers:
         self._grid_frames = next((size for size in sizes if size), 2)
         self._kwargs = {"num_frames": TAKEN_FRAMES, **kwargs, "backend": "opencv"}
         self._kwargs.pop("video_backend", None)
-        self._planner = _planner(loader)
+        # Of other decoders' options OpenCV knows nothing.
+        self._planner = _planner(loader) if kwargs.get("backend", "opencv") == "opencv" else None
 
     def frames(self, content: bytes | None) -> Frames | None:
         """The frames of a video. None: its header does not say, or is not read."""
@@ -133,7 +137,7 @@ def _planner(name: str | None) -> Any:
 def _seconds(content: bytes) -> tuple[float | None, bool]:
     """How long a sound is, as its header says, and whether it may be one.
 
-    None: no library here can tell.
+    None: the header does not say, or no library here can tell.
     """
     may_be = True
     for read in (_by_soundfile, _by_pyav):
@@ -151,6 +155,6 @@ def _by_soundfile(content: bytes) -> float:
         return float(sound.frames / sound.samplerate)
 
 
-def _by_pyav(content: bytes) -> float:
+def _by_pyav(content: bytes) -> float | None:
     with audio.av.open(BytesIO(content)) as container:
-        return float(container.duration / 1e6)
+        return None if container.duration is None else container.duration / 1e6

@@ -14,7 +14,7 @@ IS_HOP_PARAM = "ecd_hop"
 UNLIKE = 409
 """Status of an encoder that decodes otherwise than the engine which asks it."""
 HAS_OUTLINE = "x-ecd-outline"
-"""Header of an answer: the medium's outline is stored, if it needs one."""
+"""Header of an answer: the medium is stored, and so is its outline if it needs one."""
 
 
 def is_call(scope: Scope, request: dict[str, Any]) -> bool:

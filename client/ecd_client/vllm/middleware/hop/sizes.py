@@ -1,4 +1,4 @@
-"""How much work a medium is for an encoder, as far as its size is known: nothing is decoded.
+"""How much work a medium is for an encoder, as far as its size is known from its header.
 
 The tokens are estimates, which balance encoders. A picture's time is the setting's. Videos and
 sounds have more: what an idle encoder that is slow takes to get, decode and encode them.
