@@ -1183,8 +1183,8 @@ EDITED = {
         "integration/test_encode_hop_bounds.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/encode_hop.py",
-            "                if hints:\n",
-            "                if not hints:\n",
+            "if hints or self._checked(missing.kind, said) or self._is_here(missing):",
+            "if self._is_here(missing):",
         ),
     ),
     "a medium over which encoders end goes to all of them": Bug(

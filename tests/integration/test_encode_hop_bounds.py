@@ -16,6 +16,7 @@ from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
 from integration.test_encode_hop import (
     GRID,
     METADATA,
+    Behaviour,
     Clock,
     SmallServer,
     _no_rest_ends,
@@ -41,14 +42,24 @@ async def stores_without_metadata(_: SmallServer, body: dict) -> web.Response:
     return web.json_response({"ec_transfer_params": {part["uuid"]: item}})
 
 
-def test_what_is_stored_and_has_no_metadata_blames_no_encoder(client: Client) -> None:
+async def names_no_node(_: SmallServer, body: dict) -> web.Response:
+    [part] = body["messages"][0]["content"]
+    kind = part["type"].removesuffix("_url")
+    return web.json_response({"ec_transfer_params": {part["uuid"]: {"metadata": METADATA[kind]}}})
+
+
+@pytest.mark.parametrize(
+    ("stores", "by_outline"), [(stores_without_metadata, False), (names_no_node, True)]
+)
+def test_what_is_stored_and_cannot_be_told_blames_no_encoder(
+    client: Client, stores: Behaviour, by_outline: bool
+) -> None:
     """Timestamps may be too many for an answer, and a frame may not be what the header says."""
 
     async def run() -> None:
-        stores = [stores_without_metadata] * 3
-        async with hop_to(client, *stores) as (hop, engines, _):
+        async with hop_to(client, *[stores] * 3) as (hop, engines, _):
             with pytest.raises(NotEncoded):
-                await hop.promise(medium("video", "a"))
+                await hop.promise(medium("video", "a", by_outline=by_outline, can_outline=True))
             assert sum(len(engine.asked) for engine in engines) == 1
             for engine in engines:
                 engine.behaviour = encodes
@@ -109,6 +120,26 @@ def test_who_joins_a_call_that_ends_earlier_asks_again(client: Client, clock: Cl
                 await short
             assert (await long).placeholder.fields == GRID
             assert len(engine.asked) == 2
+
+    asyncio.run(run())
+
+
+def test_a_refusal_is_that_of_all_who_have_joined(client: Client) -> None:
+    async def refuses(engine: SmallServer, _: dict) -> web.Response:
+        await engine.goes_on.wait()
+        return web.Response(status=400)
+
+    async def run() -> None:
+        async with hop_to(client, refuses) as (hop, [engine], _):
+            asked = [look(picture("p")) for _ in range(9)]
+            first = asyncio.ensure_future(hop.complete(asked[0], "one"))
+            await eventually_async(lambda: engine.active == 1)
+            others = [asyncio.ensure_future(hop.complete(each, "other")) for each in asked[1:]]
+            await eventually_async(lambda: any(f.waiting == 9 for f in hop._flights.values()))
+            engine.goes_on.set()
+            await asyncio.gather(first, *others)
+            assert not any(each.promised for each in asked)
+            assert len(engine.asked) == 1
 
     asyncio.run(run())
 

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
+from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
+
 CHAT = "/v1/chat/completions"
 DOORS = frozenset((CHAT, f"{CHAT}/batch", "/v1/embeddings", "/pooling", "/classify"))
 """Paths whose requests have messages in the form of chat completions."""
-MAX_BODY_BYTES = 256 << 20
-"""Largest body that is parsed."""
 _STREAMED_ERROR = b'data: {"error"'
 
 

@@ -21,10 +21,10 @@ from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.settings import Settings
-from ecd_client.vllm.middleware.asgi import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.entries import Entries
 from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
+from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.media import (
     AUDIO,
     FORMATS,
@@ -263,7 +263,9 @@ class Requests:
         has_outline = any(isinstance(each.said, Outline) for each in look.found)
         is_one_way = not has_outline or {each.kind for each in look.media} <= self._can_outline
         if not (is_one_way and may_be_together([each for each in said if each is not None])):
-            look.promised = []
+            for one in look.found:
+                one.item.close()
+            look.found, look.promised = [], []
 
     def _find_promised(
         self, promised: list[tuple[Missing, Promise]], until_s: float
@@ -281,14 +283,19 @@ class Requests:
             found.append(one)
         return found
 
-    def stores_all(self, look: Look) -> bool:
-        """Whether memory shows all that stands in the place of a request's media, since it came."""
+    @staticmethod
+    def entries_of(look: Look) -> list[tuple[str, str, str]]:
+        """The namespace, the modality and the stored name of a request's media, for `are_shown`."""
         kinds = {medium.name: medium.kind for medium in look.media}
+        named = [(ns, kinds[name], stored) for name, (ns, stored) in look.without_outline.items()]
+        return named + [
+            (each.item.namespace, each.medium.kind, each.item.mm_hash) for each in look.found
+        ]
+
+    def are_shown(self, entries: list[tuple[str, str, str]]) -> bool:
+        """Whether memory shows all that stands in the media's place."""
         with contextlib.suppress(EcdError):
-            return all(
-                self._entries.shows(namespace, kinds[name], stored)
-                for name, (namespace, stored) in look.without_outline.items()
-            )
+            return all(self._entries.shows(*each) for each in entries)
         return False
 
     def _name(self, medium: Medium) -> None:

@@ -101,8 +101,9 @@ class ReuseMiddleware:
                 error = {"message": "this encoder decodes otherwise: other versions, or settings"}
                 await JSONResponse({"error": error}, UNLIKE)(scope, receive, send)
                 return
-            if (look.found or look.without_outline) and is_call(scope, look.request):
-                send = with_header(send, HAS_OUTLINE, partial(reuse.requests.stores_all, look))
+            entries = reuse.requests.entries_of(look)
+            if entries and is_call(scope, look.request):
+                send = with_header(send, HAS_OUTLINE, partial(reuse.requests.are_shown, entries))
             try:
                 await self._complete(reuse, look, scope, receive, send)
             finally:
@@ -287,9 +288,12 @@ class Reuse:
     async def ask_encoders(self, look: Look, caller: str) -> None:
         """Have what the request lacks encoded elsewhere, or leave it as it was."""
         assert self.hop is not None
-        await self.hop.complete(look, caller)
-        if any(promise.placeholder is None for _, promise in look.promised):
-            await self.requests.take_promised(look)
+        try:
+            await self.hop.complete(look, caller)
+            if any(promise.placeholder is None for _, promise in look.promised):
+                await self.requests.take_promised(look)
+        except Exception:
+            logger.warning("ecd: what encoders have stored is not found", exc_info=True)
 
     def start(self) -> None:
         """Begin to follow encoders that register themselves, and to report as one of them."""

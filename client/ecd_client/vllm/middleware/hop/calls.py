@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from io import BytesIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from ecd_client.vllm.base.hints import CONSUMERS, DECODING
 from ecd_client.vllm.middleware.hop.encoders import Encoder
-from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP, UNLIKE
+from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP, IS_HOP_PARAM, UNLIKE
+from ecd_client.vllm.middleware.media import Missing
 
 MAX_ANSWER_BYTES = 64 << 10
 _IDLE_S = 2.0
@@ -80,6 +83,25 @@ class Calls:
             ) as reply:
                 return reply.status < 500
         return False
+
+    @staticmethod
+    def body_of(missing: Missing, model: str, node: str | None) -> bytes:
+        """The chat completion that has a medium encoded for the engine of this model and node."""
+        params: dict[str, Any] = {IS_HOP_PARAM: True}
+        if missing.decoding is not None:
+            params[DECODING] = missing.decoding
+        if node:
+            params[CONSUMERS] = [node]
+        request: dict[str, Any] = {"model": model, "max_tokens": 1, "ec_transfer_params": params}
+        if missing.salt:
+            request["cache_salt"] = missing.salt
+        if not missing.is_safe:
+            request["messages"] = [{"role": "user", "content": [missing.part]}]
+            return json.dumps(request).encode()
+        # To look through a long URL for what has to be escaped would hold up all requests.
+        request["messages"] = [{"role": "user", "content": [missing._replace(url="").part]}]
+        before, after = json.dumps(request).split('"url": ""')
+        return b"".join((f'{before}"url": "'.encode(), missing.url.encode(), f'"{after}'.encode()))
 
     async def complete(self, encoder: Encoder, body: bytes, within_s: float) -> Answer:
         """The answer to a chat completion. Raises Refused and Failed."""

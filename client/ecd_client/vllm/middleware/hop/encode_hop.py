@@ -19,11 +19,11 @@ from prometheus_client import Counter, Gauge
 from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.base.hints import CONSUMERS, DECODING, hints_in
+from ecd_client.vllm.base.hints import hints_in
 from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Lost, Refused
 from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
 from ecd_client.vllm.middleware.hop.places import Asker, Places
-from ecd_client.vllm.middleware.hop.protocol import IS_HOP_PARAM
+from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
 from ecd_client.vllm.middleware.media import Look, Missing, Promise
 from ecd_proto.contract import shown
@@ -157,9 +157,12 @@ class EncodeHop:
         """
         if until_s is None:
             until_s = self._until_s(missing)
-        asker = asker or Asker("")
+        asker, has_joined = asker or Asker(""), False
         while True:
             flight = await self._flight(missing, asker, until_s)
+            if flight.waiting and not has_joined:
+                has_joined = True
+                self._metrics.count("joined")
             flight.waiting += 1
             left_s = until_s - clock.now_s() if until_s < flight.until_s else None
             try:
@@ -173,7 +176,8 @@ class EncodeHop:
             if promise is not None:
                 return promise
             # Another request's search may have had less time than this one has.
-            if flight.until_s >= until_s or clock.now_s() >= until_s:
+            now_s = clock.now_s()
+            if now_s < flight.until_s or until_s - now_s < self._within_s * SHARE_TO_CONNECT:
                 raise NotEncoded
 
     async def _flight(self, missing: Missing, asker: Asker, until_s: float) -> _Flight:
@@ -185,7 +189,6 @@ class EncodeHop:
                 self._places.give(asker)
         flight = self._flights.get(key)
         if flight is not None:
-            self._metrics.count("joined")
             return flight
         search = asyncio.ensure_future(self._search(missing, until_s))
         search.add_done_callback(lambda _: self._places.give(asker))
@@ -195,7 +198,7 @@ class EncodeHop:
 
     def _until_s(self, *missing: Missing) -> float:
         """When a request that lacks these has waited for as long as it may."""
-        seconds = {each.stored_name: each.seconds for each in missing}
+        seconds = {(each.stored_name, each.kind): each.seconds for each in missing}
         return clock.now_s() + self._within_s + min(sum(seconds.values()), MAX_SECONDS)
 
     async def _take_place(self, asker: Asker, until_s: float) -> None:
@@ -251,6 +254,8 @@ class EncodeHop:
             try:
                 if body is None:
                     body = await asyncio.to_thread(self._body, missing)
+                if len(body) > MAX_BODY_BYTES:  # of which nobody would compare the decoders
+                    return None, "given_up"
                 if is_long:
                     answer = await self._answer_if_alive(encoder, body, alive_by_s, until_s)
                 else:
@@ -301,7 +306,7 @@ class EncodeHop:
                 try:
                     await asyncio.wait((answer, alive), return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done() and not alive.result():
-                        raise Failed("its server does not answer")
+                        raise Lost("its server does not answer")
                 finally:
                     alive.cancel()
                 pause_s = bound_s = self._within_s
@@ -321,26 +326,9 @@ class EncodeHop:
             logger.warning("ecd: encoder %s %s: %s", encoder.url, what, shown(why))
 
     def _body(self, missing: Missing) -> bytes:
-        params: dict[str, Any] = {IS_HOP_PARAM: True}
-        if missing.decoding is not None:
-            params[DECODING] = missing.decoding
         with contextlib.suppress(EcdError):
-            if node := self._client.node:
-                params[CONSUMERS] = [node]
-        request: dict[str, Any] = {
-            "model": self._model,
-            "max_tokens": 1,
-            "ec_transfer_params": params,
-        }
-        if missing.salt:
-            request["cache_salt"] = missing.salt
-        if not missing.is_safe:
-            request["messages"] = [{"role": "user", "content": [missing.part]}]
-            return json.dumps(request).encode()
-        # To look through a long URL for what has to be escaped would hold up all requests.
-        request["messages"] = [{"role": "user", "content": [missing._replace(url="").part]}]
-        before, after = json.dumps(request).split('"url": ""')
-        return b"".join((f'{before}"url": "'.encode(), missing.url.encode(), f'"{after}'.encode()))
+            return Calls.body_of(missing, self._model, self._client.node)
+        return Calls.body_of(missing, self._model, None)
 
     def _promise_in(self, answer: Answer, missing: Missing, encoder: Encoder) -> Promise | None:
         """The promise that an answer makes of the medium. Raises Failed.
@@ -355,11 +343,16 @@ class EncodeHop:
             if missing.by_outline or not said:
                 if answer.has_outline and missing.can_outline:
                     return Promise(None, hints, encoder)
-                if hints:
+                if hints or self._checked(missing.kind, said) or self._is_here(missing):
                     if missing.can_outline:
                         self._say(encoder, "stores no outlines", "has it ReuseMiddleware?")
                     return None
         raise Failed("it has not stored the medium, or does not say its size")
+
+    def _is_here(self, missing: Missing) -> bool:
+        with contextlib.suppress(EcdError):
+            return self._client.is_shown(missing.stored_name, namespace=missing.namespace)
+        return False
 
 
 class Metrics:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starlette.types import Scope
 
+MAX_BODY_BYTES = 256 << 20
+"""Largest body that is parsed."""
 IS_HOP = "x-ecd-hop"
 """Header of a call: an engine that gets it does not ask another one."""
 IS_HOP_PARAM = "ecd_hop"
