@@ -150,10 +150,11 @@ KINDS |= {
     name: Kind(*(f"a picture, {called}", name, "image_url", "image/jpeg", picture), is_family=True)
     for name, called in FAMILIES.items()
 }
+CHAT = "/v1/chat/completions"
 WORDS, SAID = "words", {"role": "user", "content": "what is what?"}
 GENERATING = {
-    "/v1/chat/completions": {"messages": [SAID]},
-    "/v1/chat/completions/batch": {"messages": [[SAID]]},
+    CHAT: {"messages": [SAID]},
+    f"{CHAT}/batch": {"messages": [[SAID]]},
     "/v1/completions": {"prompt": SAID["content"]},
     "/v1/responses": {"input": SAID["content"]},
     "/v1/messages": {"messages": [SAID], "max_tokens": 1},
@@ -210,7 +211,7 @@ def start(directory: Path, model: Path, address: str, kind: Kind) -> dict[str, S
         MIDDLEWARE: server("middleware", "EcdConnector", "ec_consumer", *FLAGS),
         CONNECTOR: server("connector", "EcdConnector", "ec_consumer"),
     }
-    if kind.ways == BOTH:  # vLLM's name of a picture is the middleware's, too
+    if kind.is_family:  # vLLM's name of a picture is the middleware's, too
         return servers
     return servers | {
         f"first, {CONNECTOR}": server("ecd-encoder", "EcdConnector", "ec_producer"),
@@ -220,11 +221,11 @@ def start(directory: Path, model: Path, address: str, kind: Kind) -> dict[str, S
     }
 
 
-def had_for_ms(server: Server, content: list[dict], rounds: int) -> float:
+def had_for_ms(server: Server, rounds: int, path: str, **body: Any) -> float:
     """How long the middleware has a request like this one, the first of which does not count."""
     for _ in range(rounds + 1):
-        status, body = server.chat(content, max_tokens=1)
-        assert status == 200, body
+        status, said = server.ask(path, **body)
+        assert status == 200, said
     return median(server.had_for_s()[-rounds:]) * 1e3
 
 
@@ -252,10 +253,7 @@ def words(rounds: int, progress: Console) -> str:
             server.wait_ready()
             await_middleware(server)
             for path, body in doors.items():
-                for _ in range(rounds + 1):
-                    status, said = server.ask(path, **body)
-                    assert status == 200, said
-                took.append(f"{median(server.had_for_s()[-rounds:]) * 1e3:.3f} ms at {path}")
+                took.append(f"{had_for_ms(server, rounds, path, **body):.3f} ms at {path}")
     return f"Words alone by door: {', '.join(took)}."
 
 
@@ -296,9 +294,10 @@ def measure(kind: Kind, rounds: int, progress: Console) -> tuple[list[list[str]]
                     for at, now in enumerate(work(servers[way])):
                         done[way][at] += now - before[at]
         middleware = servers[MIDDLEWARE]
-        words_ms = had_for_ms(middleware, [{"type": "text", "text": "what is what?"}], rounds)
+        words_ms = had_for_ms(middleware, rounds, CHAT, **GENERATING[CHAT], max_tokens=1)
         before, held = work(middleware), kind.content(directory, rounds + 1)
-        held_ms = had_for_ms(middleware, held, rounds)
+        talk = [{"role": "user", "content": held}]
+        held_ms = had_for_ms(middleware, rounds, CHAT, messages=talk, max_tokens=1)
         assert work(middleware) == before, "it was not held"
     alone = took[CONNECTOR]
     rows = [

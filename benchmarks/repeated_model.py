@@ -80,7 +80,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def put(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     """Change settings in their place."""
     for name, value in changes.items():
-        if isinstance(value, dict) and value.keys() != settings.get(name, {}).keys():
+        if isinstance(value, dict):
             put(settings.setdefault(name, {}), value)
         else:
             settings[name] = value

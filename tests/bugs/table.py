@@ -1237,8 +1237,8 @@ EDITED = {
         "integration/test_encode_hop.py",
         Edit(
             "client/ecd_client/vllm/middleware/hop/encode_hop.py",
-            "if may_be_together([each",
-            "if promises or may_be_together([each",
+            "if may_stand_together(look.found",
+            "if promises or may_stand_together(look.found",
         ),
     ),
     "a request that failed without its media is held against others": Bug(

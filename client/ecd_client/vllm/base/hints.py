@@ -17,7 +17,7 @@ from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, MAX_POOLS, NODE_PATTE
 
 NODE, EXTENT, CONSUMERS = "ecd_node", "ecd_extent", "ecd_consumers"
 DECODING = "ecd_decoding"
-"""What decides what becomes of a medium's bytes, at the engine that has it encoded elsewhere."""
+"""A digest of the decoders and options with which an engine reads what it has encoded elsewhere."""
 MAX_ITEMS = 128
 """Items of one request that are searched for hints; they take the scheduler half a ms."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.middleware.hop.encoders import Encoder
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_proto.contract import Hint
-from ecd_proto.placeholders import Placeholder
+from ecd_proto.placeholders import Placeholder, may_be_together
 
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 INPUT_AUDIO = "input_audio"
@@ -207,6 +207,12 @@ class Promise(NamedTuple):
     placeholder: Placeholder | None
     hints: list[Hint]
     encoder: Encoder
+
+
+def may_stand_together(found: Iterable[Found], promises: Iterable[Promise]) -> bool:
+    """Whether what is said of all media of a request is within the bound for one."""
+    said = [*(each.placeholder for each in found), *(each.placeholder for each in promises)]
+    return may_be_together([each for each in said if each is not None])
 
 
 @dataclass

@@ -37,11 +37,12 @@ from ecd_client.vllm.middleware.media import (
     Medium,
     Missing,
     Promise,
+    may_stand_together,
 )
 from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_client.vllm.middleware.outlines import Outlines
-from ecd_proto.placeholders import Placeholder, may_be_together
+from ecd_proto.placeholders import Placeholder
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -230,7 +231,7 @@ class Requests:
         return {medium.kind for medium in look.media} <= self._can_outline
 
     def _missing(self, medium: Medium, namespace: str, salt: str | None) -> Missing | None:
-        """What an encoder needs to know of the medium. None: it cannot help."""
+        """The medium as an encoder gets it. None: it stays with the engine."""
         url = medium.data_url()
         if url is None or len(url) > MAX_URL:
             return None
@@ -258,11 +259,8 @@ class Requests:
             return
         look.found += found
         look.promised = [each for each in promised if each[1].placeholder is not None]
-        said = [each.placeholder for each in look.found]
-        said += [promise.placeholder for _, promise in look.promised]
-        has_outline = any(isinstance(each.said, Outline) for each in look.found)
-        is_one_way = not has_outline or {each.kind for each in look.media} <= self._can_outline
-        if not (is_one_way and may_be_together([each for each in said if each is not None])):
+        promises = [promise for _, promise in look.promised]
+        if not (self._is_one_way(look) and may_stand_together(look.found, promises)):
             for one in look.found:
                 one.item.close()
             look.found, look.promised = [], []

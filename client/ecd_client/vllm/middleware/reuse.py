@@ -101,8 +101,7 @@ class ReuseMiddleware:
                 error = {"message": "this encoder decodes otherwise: other versions, or settings"}
                 await JSONResponse({"error": error}, UNLIKE)(scope, receive, send)
                 return
-            entries = reuse.requests.entries_of(look)
-            if entries and is_call(scope, look.request):
+            if is_call(scope, look.request) and (entries := reuse.requests.entries_of(look)):
                 send = with_header(send, HAS_OUTLINE, partial(reuse.requests.are_shown, entries))
             try:
                 await self._complete(reuse, look, scope, receive, send)

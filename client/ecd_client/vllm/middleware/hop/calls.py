@@ -20,13 +20,11 @@ _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422, 501, UNLIKE)
 """Statuses that blame the medium: other encoders would refuse it, too; but for the last."""
-
-
 _LOST = aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientOSError
 
 
 class Answer(NamedTuple):
-    """An answer's body, and whether the encoder's middleware has stored an outline if need be."""
+    """An answer's body, and whether it has the header HAS_OUTLINE."""
 
     body: bytes
     has_outline: bool

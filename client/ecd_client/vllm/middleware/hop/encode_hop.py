@@ -25,9 +25,9 @@ from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
 from ecd_client.vllm.middleware.hop.places import Asker, Places
 from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
-from ecd_client.vllm.middleware.media import Look, Missing, Promise
+from ecd_client.vllm.middleware.media import Look, Missing, Promise, may_stand_together
 from ecd_proto.contract import shown
-from ecd_proto.placeholders import Placeholder, may_be_together
+from ecd_proto.placeholders import Placeholder
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -142,9 +142,7 @@ class EncodeHop:
         finally:
             for flight in flights:
                 flight.cancel()
-        said = [found.placeholder for found in look.found]
-        said += [promise.placeholder for promise in promises]
-        if may_be_together([each for each in said if each is not None]):
+        if may_stand_together(look.found, promises):
             media = [missing._replace(url="") for missing in look.missing]  # which are sent
             look.promised = list(zip(media, promises, strict=True))
 

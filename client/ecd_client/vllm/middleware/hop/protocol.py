@@ -1,4 +1,4 @@
-"""What an engine and its encoders say to each other, beside vLLM's own requests and answers."""
+"""Headers, parameters and statuses that the encode hop adds to vLLM's chat completions."""
 
 from __future__ import annotations
 

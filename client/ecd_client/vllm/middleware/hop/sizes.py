@@ -25,7 +25,7 @@ _BYTES_OF_TOKEN = {VIDEO: 256, AUDIO: 640}
 _MIN_SOUND_BYTES_PER_S, _MIN_FRAME_BYTES = 500, 8
 """Fewest bytes that any format needs; some headers say more than there is."""
 _BYTES_PER_S, _PIXELS_PER_S, _TOKENS_PER_S = 64 << 20, 250e6, 2048
-"""What a slow encoder gets, decodes and encodes in a second."""
+"""Assumed of a slow encoder, for each second: bytes received, pixels decoded, tokens encoded."""
 
 
 class Size(NamedTuple):
