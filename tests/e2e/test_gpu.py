@@ -14,6 +14,8 @@ from support.cuda import standin
 from support.daemon import Daemon
 from support.waiting import eventually
 
+pytestmark = pytest.mark.timeout(600)
+
 NBYTES = 8 * 128 * 2
 """Of the picture that `gpu_order.py` encodes."""
 

@@ -19,6 +19,8 @@ from support.processes import child
 from support.waiting import HANG_S, eventually
 from support.warm import IMPORT_S
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs/sglang/bin/python"
 NAME = "tiny@1"
