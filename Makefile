@@ -175,6 +175,16 @@ KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
 	@rm -f $(@D)/torchaudio/lib/*.so
 	@touch $@
 
+# vLLM-Omni over the vLLM that it wants, with what a stage of a language model imports.
+.venvs/vllm-omni/.ready: .venvs/vllm-0.28.0/.ready
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) --no-deps vllm-omni==0.28.0 accelerate==1.12.0 aenum==3.1.16 \
+	  antlr4-python3-runtime==4.9.3 diffusers==0.40.0 janus==2.0.0 omegaconf==2.4.0 prettytable==3.18.0 wcwidth==0.9.4
+	@cd $(@D)/lib/python3*/site-packages && \
+	  echo "import site; site.addsitedir('$$(echo $(abspath .venvs/vllm-0.28.0)/lib/python3*/site-packages)')" > vllm.pth
+	@touch $@
+
 # SGLang's interface to a global embedding cache, from its wheel: with what importing that needs, and
 # without the kernels, which need CUDA.
 .venvs/sglang/.ready: pyproject.toml
@@ -188,12 +198,12 @@ KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
 	@touch $@
 
 .PHONY: vllm
-vllm:  ## build the environments of vLLM and SGLang; without ECD_REQUIRE_VLLM=1 a failure is only said
+vllm:  ## build the environments of vLLM, vLLM-Omni and SGLang; without ECD_REQUIRE_VLLM=1 a failure is only said
 	@built() { $(MAKE) --no-print-directory .venvs/$$1/.ready || { \
 	    echo "*** $$1 CANNOT BE INSTALLED HERE: its tests will NOT run ***"; \
 	    test -z "$$ECD_REQUIRE_VLLM"; }; }; \
 	  for engine in $(VLLM_VERSIONS:%=vllm-%) models sglang; do built $$engine & builds="$$builds $$!"; done; \
-	  for build in $$builds; do wait $$build || exit 1; done; built vllm-$(VLLM_NEXT)
+	  for build in $$builds; do wait $$build || exit 1; done; built vllm-$(VLLM_NEXT) && built vllm-omni
 
 # LMCache's engine, for the benchmark alone: without what it needs CUDA or a cloud for.
 .venvs/lmcache/.ready: Makefile

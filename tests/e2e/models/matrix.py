@@ -21,13 +21,10 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-import torch
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import InputProcessingContext
@@ -38,7 +35,7 @@ except ImportError:  # before 0.33
     from vllm.renderers.chat_utils import _get_embeds_data
 
 from e2e.engine_process import daemons, forget, runner
-from e2e.models import families  # noqa: F401, as it fills the table
+from e2e.models import families, weights  # noqa: F401, as they fill the table and models
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.items import by_kind, medium
 from e2e.models.server import Server
@@ -51,31 +48,6 @@ from support.waiting import HANG_S, eventually
 TOKENS = 3
 
 
-# -- weights ---------------------------------------------------------------------------------
-
-
-def fill(loader: DummyModelLoader, model: torch.nn.Module, model_config: object) -> None:
-    """Give each parameter values by its name, so that every engine has the same.
-
-    What a layer multiplies with keeps the variance of what comes in: media reach the answer.
-    """
-    for name, tensor in model.state_dict().items():
-        if not torch.is_floating_point(tensor) or tensor.device.type == "meta":
-            continue
-        drawn = torch.Generator().manual_seed(crc32(name.encode()))
-        normal = torch.randn(tensor.shape, generator=drawn)
-        if tensor.ndim == 0:
-            continue
-        if tensor.ndim == 1:
-            grows = "bias" not in name and ("norm" in name or name.endswith(("weight", "_var")))
-            normal = 1 + 0.1 * normal if grows else 0.1 * normal
-        elif "embed" not in name:
-            inputs = tensor.shape[-1] if tensor.ndim == 3 else tensor[0].numel()
-            normal /= inputs**0.5
-        tensor.copy_(normal)
-
-
-DummyModelLoader.load_weights = fill
 registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM anew: ten seconds
 
 
