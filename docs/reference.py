@@ -99,8 +99,8 @@ By namespace, gauges have a label for each of the 50 largest, and counters for e
 50 that had events; all others are `other` together. Once 50 have one, namespaces without entries,
 and without events for an hour, lose it to new ones; one that comes back counts from 0. A miss
 without a call, in a namespace that has had no entry yet, counts for the namespace that its client
-named when it connected. So do a client's misses before its last 256 between two looks. What the
-next daemon counts of the last one's reads is `other`'s.
+named when it connected. A client's misses in namespaces beyond its first 127 are `other`'s, and so
+is what the next daemon counts of the last one's reads.
 
 """
 DEPLOY = DOCS.parent / "deploy"

@@ -25,7 +25,7 @@ from ecd_proto.shm.session_page import (
     FIRST_ANSWER_WORD,
     FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
-    FIRST_MISS_WORD,
+    FIRST_MISSED_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
     FOR_ANOTHER,
@@ -33,8 +33,8 @@ from ecd_proto.shm.session_page import (
     MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
+    MISSED_WORDS,
     PINNED_WORD,
-    RECENT_MISSES,
     RECENT_USES,
     Grant,
     answer_to,
@@ -64,7 +64,8 @@ class SessionPage:
         self.number, self._names = number, names
         self._words, self._mailbox = words, mailbox
         self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
-        self._misses = words[FIRST_MISS_WORD : FIRST_MISS_WORD + RECENT_MISSES]
+        self._missed = words[FIRST_MISSED_WORD : FIRST_MISSED_WORD + MISSED_WORDS]
+        self._missed_before = [0] * MISSED_WORDS
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
         self.pinned_starts: frozenset[Start] = frozenset()
         """Starts of extents that the last `pinned` found pinned, without entries."""
@@ -72,7 +73,7 @@ class SessionPage:
         self.taken: tuple[int, ...] = (0, 0, 0, 0)
         """The sums of all that `drain_uses` returned, in the order of USE_COUNTERS."""
         self.namespace = ""
-        """In which the client looks, as it says, unless a miss names another."""
+        """In which the client looks, as it says, unless a miss is counted in another."""
         self._grants = 0
         self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
@@ -127,22 +128,30 @@ class SessionPage:
         # 0: it had no entry yet
         entries = tuple(EntryId(word) for word in words if 0 < word < FOR_ANOTHER)
         others = tuple(EntryId(word - FOR_ANOTHER) for word in words if word > FOR_ANOTHER)
-        misses_in = tuple(self._misses_in(counted[2], misses).items()) if misses else ()
+        misses_in = tuple(self._misses_in(misses).items()) if misses else ()
         return Uses(
             entries, hits, nbytes, misses, duplicates, for_others=others, misses_in=misses_in
         )
 
-    def _misses_in(self, counted: int, misses: int) -> Counter[str]:
-        """The namespaces of the latest `misses` of all `counted`; of many, only some are known."""
-        known, ring = min(misses, RECENT_MISSES), self._misses.tolist()
-        at = counted % RECENT_MISSES
-        numbers = Counter((ring[at:] + ring[:at])[RECENT_MISSES - known :])
-        found = Counter({self.namespace: misses - known})
-        for number, count in numbers.items():
+    def _misses_in(self, misses: int) -> Counter[str]:
+        """The namespaces of new misses; "" for those beyond the page's pairs.
+
+        The pairs may be ahead of the sum, which is read earlier: the rest is left to the next call.
+        """
+        found: Counter[str] = Counter()
+        left = misses
+        before, now = self._missed_before, self._missed.tolist()
+        changed = range(1, MISSED_WORDS, 2) if now != before else ()
+        for word in [word for word in changed if now[word] != before[word]]:
+            number = before[word - 1] = now[word - 1]
+            grown = min(_grown(before[word], now[word]), left)
+            before[word] += grown
+            left -= grown
             try:
-                found[self._names.name_of(number)] += count
-            except IndexError:  # 0, or the client wrote anything
-                found[self.namespace] += count
+                found[self._names.name_of(number)] += grown
+            except IndexError:  # OTHER_NAMESPACES, or the client wrote anything
+                found[""] += grown
+        found[self.namespace] += left
         return found
 
     # -- writing -------------------------------------------------------------------------------

@@ -523,6 +523,11 @@ EDITED = {
             "number = 0",
         ),
     ),
+    "a namespace's misses outrun their sum": Bug(
+        "metrics",
+        "unit/test_shared_index.py",
+        Edit("ecd/memory/session_page.py", "now[word]), left)", "now[word]), misses)"),
+    ),
     "a fetch forgets that the entry is handed over": Bug(
         "metrics",
         "cluster/test_fetch.py",

@@ -15,7 +15,7 @@ from ecd.memory.shared_index import CHUNK_ROWS, SharedIndex
 from ecd.memory.use_counters import uncounted
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
-from ecd_proto.shm.session_page import FIRST_MISS_WORD, MISSES_WORD, RECENT_MISSES
+from ecd_proto.shm.session_page import FIRST_MISSED_WORD, MISSED_WORDS, MISSES_WORD
 from ecd_proto.v1 import cache_pb2 as pb
 
 POOL_BYTES = 64 << 20
@@ -87,9 +87,10 @@ def test_what_is_shown_is_found_and_what_is_hidden_is_not(
     assert len(shown._free_rows) + len(there) == shown._rows_with_memory, "a row leaked"
 
 
-def test_misses_have_the_namespaces_of_the_latest(shown: SharedIndex, seen: IndexReader) -> None:
+def test_misses_are_counted_in_their_namespaces(shown: SharedIndex, seen: IndexReader) -> None:
     shown.note_namespace(SESSION, "own")
-    for entry, namespace in enumerate(("a", "b"), 1):
+    names = "a", "b", *(f"{number}" for number in range(130))
+    for entry, namespace in enumerate(names, 1):
         shown.show(info(entry, "k", namespace))
 
     def missed(*counts: tuple[str, int]) -> dict[str, int]:
@@ -105,12 +106,22 @@ def test_misses_have_the_namespaces_of_the_latest(shown: SharedIndex, seen: Inde
         return +Counter(dict(one.misses_in))
 
     assert missed(("a", 200), ("", 2), ("none", 1)) == {"a": 200, "own": 3}
-    assert missed(("b", 100), ("a", 9)) == {"b": 100, "a": 9}, "around the ring's end"
-    assert missed(("a", 100), ("b", 256)) == {"b": 256, "own": 100}, "more than it remembers"
-    for word in range(RECENT_MISSES):
-        seen._words[FIRST_MISS_WORD + word] = (1 << 64) - 1
+    assert missed(("b", 100), ("a", 9)) == {"b": 100, "a": 9}
+    assert missed(("a", 1000), ("b", 3000), ("", 1)) == {"a": 1000, "b": 3000, "own": 1}
+    seen._words[FIRST_MISSED_WORD + 1] += 2
+    assert missed(("b", 1)) == {"a": 1}, "a client has counted two, and the sum will follow"
+    assert missed(("", 2)) == {"a": 1, "b": 1}
+    first = dict.fromkeys(names[:127], 1)
+    assert missed(*((name, 1) for name in names)) == {**first, "": 5}, "more than it has pairs"
+    assert missed(*((name, 1) for name in names)) == {**first, "": 5}
+    for word in range(MISSED_WORDS):
+        seen._words[FIRST_MISSED_WORD + word] = (1 << 64) - 1
     seen._words[MISSES_WORD] += 5
     assert misses_in(shown.drain_uses()) == {"own": 5}, "a client may write anything"
+    for word in range(MISSED_WORDS):
+        seen._words[FIRST_MISSED_WORD + word] = 1 << 39
+    seen._words[MISSES_WORD] += 5
+    assert misses_in(shown.drain_uses()) == {"": 5}
 
 
 def test_without_memory_for_a_row_the_daemon_is_asked(

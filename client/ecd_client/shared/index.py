@@ -13,6 +13,7 @@ from enum import Enum
 
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.claims import ClaimReader
+from ecd_client.shared.missed_in import MissedIn
 from ecd_client.shared.spin import spin
 from ecd_proto.contract import nbytes_of
 from ecd_proto.shm.barriers import STORES_IN_ORDER
@@ -41,7 +42,6 @@ from ecd_proto.shm.rows import (
 )
 from ecd_proto.shm.session_page import (
     DUPLICATES_WORD,
-    FIRST_MISS_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
     FOR_ANOTHER,
@@ -50,7 +50,6 @@ from ecd_proto.shm.session_page import (
     MISSES_WORD,
     PAGE_BYTES,
     PINS_USED_WORD,
-    RECENT_MISSES,
     RECENT_USES,
     USED_BYTES_WORD,
     USES_WORD,
@@ -109,6 +108,7 @@ class IndexReader:
         self._numbers = self._names.numbers
         self._page = board.page
         self._words = board.page.view(0, PAGE_BYTES).cast("Q")
+        self._missed = MissedIn(self._words)
         self._lock = threading.Lock()
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
@@ -253,9 +253,9 @@ class IndexReader:
         if self.counts:
             number = namespace and self._names.number_of(namespace)
             with self._lock:
-                misses = self._words[MISSES_WORD]
-                self._words[FIRST_MISS_WORD + misses % RECENT_MISSES] = number or 0
-                self._words[MISSES_WORD] = misses + 1
+                if number:
+                    self._missed.count(number)
+                self._words[MISSES_WORD] += 1
 
     def note_use(
         self, namespace: str, mm_hash: str, entry: int, nbytes: int, *, for_another: bool

@@ -1,7 +1,7 @@
 """A session's page, which its client writes, and its mailbox, which the daemon writes.
 
-The page, in words of 8 bytes: a header, the pins, a ring of entries used last, the claims, a ring
-of the latest misses. The mailbox lies in the index file: the session's grant in pieces, then the
+The page, in words of 8 bytes: a header, the pins, a ring of entries used last, the claims, the
+misses by namespace. The mailbox lies in the index file: the session's grant in pieces, then the
 answer to each claim.
 """
 
@@ -64,10 +64,15 @@ written, and a row that describes them. A done claim becomes an entry, unless a 
 its key: a reader that finds a done claim without an answer pins its memory, or finds the entry a
 moment later."""
 
-FIRST_MISS_WORD = FIRST_CLAIM_WORD + MAX_CLAIMS * CLAIM_WORDS
-RECENT_MISSES = 256
-"""The length of the ring of the namespaces of the latest misses, by their numbers in the index; 0:
-the client's own, or one without a number. Older clients leave it empty."""
+# -- misses by namespace ---------------------------------------------------------------------------
+
+FIRST_MISSED_WORD = FIRST_CLAIM_WORD + MAX_CLAIMS * CLAIM_WORDS
+MISSED_WORDS = 256
+"""Pairs of words: a namespace's number in the index, and the client's misses there, which only
+grow. A client counts a miss here before it does in MISSES_WORD. Misses in its own namespace, and in
+one without a number, are counted there alone; older clients count none here."""
+OTHER_NAMESPACES = (1 << 64) - 1
+"""In the number's place of the last pair: the misses in all namespaces that found no free pair."""
 
 # -- DMA of a dead process -------------------------------------------------------------------------
 
