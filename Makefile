@@ -29,7 +29,7 @@ system:
 	$(call debian,libcurl4,ldconfig -p | grep libcurl.so.4)
 
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
-# a Prometheus, a C compiler, a browser, Compose.
+# a Prometheus, a C compiler, a browser, Compose, what renders man pages.
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -41,6 +41,7 @@ test-system:
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
 	$(call debian,gcc libc6-dev,gcc -E -include pthread.h -x c /dev/null)
 	$(call debian,docker-compose,command -v docker-compose)
+	$(call debian,groff-base,command -v groff)
 	$(call debian,chromium fonts-dejavu-core,command -v chromium)
 
 # The stand-in for CUDA's driver, which tests load in place of NVIDIA's.

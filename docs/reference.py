@@ -8,19 +8,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 import yaml
 from examples import sizing
 from pictures import pictures
 from plots import plots
+from programs import described, man_page
 from pydantic.fields import FieldInfo
 from typer import Typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from ecd.base.clock import REAL
 from ecd.commands import app as ecd
@@ -47,12 +44,14 @@ duration is longer than 3,650 days.
 """
 COMMANDS = """# Commands
 
-`ecd` runs the daemon, and `ecd-cli` asks a daemon that runs. Every command has `--help`.
+`ecd` runs the daemon, and `ecd-cli` asks a daemon that runs. Every command has `--help`, and each
+of the two a man page.
 [Looking after it](observe.md#commands) shows what they print.
 
 """
 SETTINGS_TOO = """
-Each [setting](configuration.md) is an option too, such as `--host-pool-bytes 4GiB`.
+Each [setting](configuration.md) but `peer_token` is an option, too, such as
+`--host-pool-bytes 4GiB`.
 """
 CLIENTS = """
 ## In a client's environment
@@ -145,7 +144,17 @@ def default(name: str, setting: FieldInfo) -> str:
     if value is None or value == "" or value == () or value == {}:
         return ""
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"`{shown}`"
+    return code(shown)
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def meaning(name: str, setting: FieldInfo) -> str:
+    return (setting.description or "") + (
+        " A reload (SIGHUP) applies it." if name in RELOADABLE else ""
+    )
 
 
 def configuration() -> str:
@@ -153,8 +162,7 @@ def configuration() -> str:
         (
             f"`{name}` `{ENV_PREFIX}{name.upper()}`",
             default(name, setting),
-            (setting.description or "")
-            + (" A reload (SIGHUP) applies it." if name in RELOADABLE else ""),
+            meaning(name, setting),
         )
         for name, setting in Config.model_fields.items()
     )
@@ -163,42 +171,32 @@ def configuration() -> str:
 
 
 def commands() -> str:
-    return COMMANDS + "\n".join((*program("ecd", ecd), *program("ecd-cli", ecd_cli)))
+    return COMMANDS + "\n".join((*sections("ecd", ecd), *sections("ecd-cli", ecd_cli)))
 
 
-def program(name: str, app: Typer) -> Iterator[str]:
-    """A section for the program and one for each of its commands, with a table of the options."""
-    group: Any = get_command(app)
-    yield f"## {name}\n\n{group.help.strip()}\n\n{options(group)}"
-    yield from sections(name, group)
+def sections(program: str, app: Typer) -> Iterator[str]:
+    """One for the program and one for each of its commands, with a table of the options."""
+    for each in described(program, app):
+        head = f"## {program}" if each.name == program else f"### {each.name}\n\n`{each.usage}`"
+        rows = [
+            (" ".join(f"`{name}`" for name in option.names), code(option.default), option.meaning)
+            for option in each.options
+        ]
+        options = table(("option", "default", "meaning"), rows) if rows else ""
+        settings = SETTINGS_TOO if each.takes_settings else ""
+        yield f"{head}\n\n{each.help}\n\n{options}{settings}"
 
 
-def sections(name: str, group: Any) -> Iterator[str]:
-    for command in group.commands.values():
-        words = [one_word(p) for p in command.params if p.param_type_name == "argument"]
-        usage = " ".join((name, command.name, *words))
-        yield f"### {name} {command.name}\n\n`{usage}`\n\n{command.help}\n\n{options(command)}"
-        if isinstance(command, TyperGroup):
-            yield from sections(f"{name} {command.name}", command)
-
-
-def one_word(argument: Any) -> str:
-    word = (argument.metavar or argument.name).strip("{}[].").upper()
-    word = word if argument.required else f"[{word}]"
-    return f"{word}..." if argument.nargs == -1 else word
-
-
-def options(command: Any) -> str:
-    rows = []
-    settings = [each for each in command.params if f"({ENV_PREFIX}" in (each.help or "")]
-    for each in command.params:
-        if each in settings or each.param_type_name == "argument" or "completion" in each.name:
-            continue
-        value = each.default.value if isinstance(each.default, Enum) else each.default
-        shown = f"`{value}`" if value not in (None, False, "") else ""
-        rows.append((" ".join(f"`{name}`" for name in each.opts), shown, each.help or ""))
-    listed = table(("option", "default", "meaning"), rows) if rows else ""
-    return listed + SETTINGS_TOO if settings else listed
+def man_pages() -> dict[str, str]:
+    settings = [
+        (ENV_PREFIX + name.upper(), default(name, setting).replace("`", ""), meaning(name, setting))
+        for name, setting in Config.model_fields.items()
+    ]
+    address = next(each for each in settings if each[0] == "ECD_ADDRESS")
+    return {
+        "../ecd/ecd.1": man_page("ecd", ecd, "ecd-cli", settings),
+        "../client/ecd-cli.1": man_page("ecd-cli", ecd_cli, "ecd", [address]),
+    }
 
 
 def metrics() -> str:
@@ -275,6 +273,7 @@ def main() -> None:
         "../deploy/helm/ecd/files/prometheusrule.yaml": prometheus_rule(),
         "../deploy/helm/ecd/files/ecd.json": DASHBOARD.read_text(),
         "../deploy/helm/ecd/values.schema.json": chart_schema(),
+        **man_pages(),
         **pictures(),
         **plots(),
     }

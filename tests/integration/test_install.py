@@ -100,6 +100,12 @@ def test_the_client_installs_by_itself(client: Path) -> None:
     run(client / "ecd-cli", "--address", "unix:///nowhere", "status", status=3)
 
 
+def test_the_man_pages_are_installed_where_man_looks(client: Path) -> None:
+    for page in "ecd.1", "ecd-cli.1":
+        file = client.parent / "share" / "man" / "man1" / page
+        assert run("groff", "-man", "-ww", "-z", file) == "", "each warning is a line"
+
+
 @pytest.mark.timeout(300)
 def test_the_daemon_runs_on_what_the_image_installs(
     wheel: Path, client: Path, tmp_path: Path
