@@ -122,6 +122,13 @@ def host_pools(status: pb.StatusReply) -> list[pb.PoolStatus]:
     return [pool for pool in status.pools if pool.kind != "device"]
 
 
+def populated(status: pb.StatusReply) -> str:
+    """How much of the pools of a daemon that starts has memory."""
+    pools = host_pools(status)
+    populated_bytes = sum(pool.populated_bytes for pool in pools)
+    return f"{100 * populated_bytes // max(1, sum(pool.pool_bytes for pool in pools))} %"
+
+
 def examine(status: pb.StatusReply, peers: pb.PeersReply) -> Iterator[Finding]:
     """Every check that a daemon's own figures allow."""
     yield daemon(status)
@@ -145,7 +152,10 @@ def daemon(status: pb.StatusReply) -> Finding:
         return Finding(
             "daemon", GOOD, f"serves {count_text(status.entries, 'entry')}, pid {status.pid}"
         )
-    return Finding("daemon", DOUBTFUL, f"is {name}", "wait: it says in its log how far it is")
+    found = f"is {name}"
+    if status.state == pb.StatusReply.STATE_POPULATING:
+        found += f" its pool: {populated(status)}"
+    return Finding("daemon", DOUBTFUL, found, "wait; its log says how far it is")
 
 
 def unlisted(status: pb.StatusReply) -> Finding:

@@ -27,6 +27,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.cli import as_json
 from support.daemon import Daemon, changed
 from support.processes import child, run
 from support.waiting import HANG_S, eventually, value_of
@@ -310,6 +311,10 @@ def test_populating_is_told_and_nothing_is_served_before(
             assert over_http(daemon, "/healthz") == (200, "ok\n")
             reason = f"the daemon is populating its pool: {25 * step} %"
             assert over_http(daemon, "/readyz") == (503, json.dumps({"error": reason}))
+            found = {each["check"]: each for each in as_json(daemon, "doctor")}
+            assert found["daemon"]["found"] == f"is populating its pool: {25 * step} %"
+            assert (found["daemon"]["state"], found["daemon"]["advice"][:4]) == ("look", "wait")
+            assert "clock" not in found, "it serves its node alone"
             stepwise.go_on()
         daemon.wait_serving()
         assert over_http(daemon, "/readyz") == (200, "ok\n")

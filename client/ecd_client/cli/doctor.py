@@ -39,25 +39,26 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     """Make one check after the other; those that need the daemon are left out if it is away."""
     reached = _socket(address)
     yield reached
+    status = peers = None
     try:
         status = call("Status", pb.StatusRequest())
-        peers = call("Peers", pb.PeersRequest())
+        if status.state == findings.SERVING:
+            peers = call("Peers", pb.PeersRequest())
     except EcdError as error:
         if reached.state != BAD:  # which has said it all
             cause, advice = NO_ANSWER
             found = cause if str(error) == unreachable(address) else str(error)
             yield Finding("daemon", BAD, found, advice)
-        status = peers = None
-    if status is not None and peers is not None:
+        status = None
+    if status is not None:
         yield findings.daemon(status)
         yield _versions(status)
-        is_serving = status.state == pb.StatusReply.STATE_SERVING
-        if is_serving and status.contract_version == CONTRACT_VERSION:
+    if status is not None and peers is not None:
+        if status.contract_version == CONTRACT_VERSION:
             yield _reading(address, status)
         if status.pools:  # a daemon of the contract before names none
             yield findings.pool(status)
-            if is_serving:
-                yield findings.huge_pages(status)
+            yield findings.huge_pages(status)
             yield _locked_memory(status, peers)
         if status.HasField("disk"):
             yield findings.disk(status.disk)
@@ -66,7 +67,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     yield _shared_memory(status)
     yield _leftovers(status)
     yield _mooncake()
-    if peers is None or peers.node:  # without other nodes no clock matters
+    if status is None or status.node:  # without other nodes no clock matters
         yield _clock()
     yield _vllm()
     yield from examine_gpu(status)

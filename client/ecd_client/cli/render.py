@@ -14,7 +14,7 @@ from rich.table import Table
 from ecd_client.cli.bench import Measured
 from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, pool_names, size_text
-from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_pools, refusal
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, populated, refusal
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -47,10 +47,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
     counters = reply.counters
     state = plain(reply)["state"]
     if state == "populating":
-        host = host_pools(reply)
-        populated_bytes = sum(pool.populated_bytes for pool in host)
-        pool_bytes = sum(pool.pool_bytes for pool in host)
-        state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
+        state += f" {populated(reply)}"
     lookups, reused = counters.hits + counters.misses, counters.hits - counters.handed_over
     encodes = reused + counters.misses
     names = names_of_pools(reply)
