@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -21,6 +23,15 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
 }
 _ALL_USERS = ["0", "0", "4294967295"]
+
+
+class Held(BlockingIOError):
+    """Another process has the lock; `who` names it in brackets, or is empty if it has not said."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        said = os.pread(fd, 20, 0)
+        self.who = f" (pid {int(said)})" if said.isdigit() else ""
 
 
 class NotOurs(Exception):
@@ -53,8 +64,8 @@ def open_place(path: Path | str) -> int:
 def take_lock(directory_fd: int, name: str, owners: frozenset[int], clock: Clock = REAL) -> int:
     """Lock a file of this name in the directory; the lock lives as long as the descriptor.
 
-    Raises NotOurs: the file is not one of `owners`' alone; BlockingIOError: it is locked;
-    FileNotFoundError: the directory was removed; OSError.
+    Raises NotOurs: the file is not one of `owners`' alone; Held: it is locked; OSError.
+    FileNotFoundError: the directory was removed.
     """
     deadline_s = clock.now_s() + LOCK_WAIT_S
     while True:
@@ -70,13 +81,17 @@ def take_lock(directory_fd: int, name: str, owners: frozenset[int], clock: Clock
             _check_lock(held, name, owners)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_ino == held.st_ino:
+                with contextlib.suppress(OSError):  # the file system is full
+                    os.truncate(fd, 0)
+                    os.pwrite(fd, b"%d" % os.getpid(), 0)
                 return fd
         except FileNotFoundError:
             pass  # its last holder unlinked it between our open and our lock
         except BlockingIOError:
             if clock.now_s() >= deadline_s:
+                held_by = Held(fd)
                 os.close(fd)
-                raise
+                raise held_by from None
             clock.block(0.02)
         except BaseException:
             os.close(fd)

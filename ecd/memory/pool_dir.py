@@ -13,7 +13,7 @@ import stat
 from collections import Counter
 from pathlib import Path
 
-from ecd.base.ownership import NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import is_pool_file, leftovers, user
 from ecd_proto.shm.files import LOCK_NAME, SOCKET_SUFFIXES, pool_dir
 
@@ -23,7 +23,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _RM = "Remove it if nobody needs it; else take another name: ECD_NAME or --name"
 IN_USE = (
-    "another daemon uses {path}. Stop it, or give this one a name of its own: ECD_NAME or --name"
+    "another daemon{who} uses {path}. Stop it, or give this one a name of its own: ECD_NAME or "
+    "--name"
 )
 IN_USE_TO_CLEAR = (
     "a running daemon uses {path}. Stop it first, or empty its cache with `ecd-cli evict --all`"
@@ -212,8 +213,8 @@ def _take(
         return fd, take_lock(fd, LOCK_NAME, frozenset({uid, os.geteuid()}))
     except BaseException as error:
         os.close(fd)
-        if isinstance(error, BlockingIOError):
-            raise PoolError(in_use.format(path=path)) from None
+        if isinstance(error, Held):
+            raise PoolError(in_use.format(path=path, who=error.who)) from None
         if isinstance(error, NotOurs):
             raise PoolError(f"{path} cannot be used: {error}") from None
         raise

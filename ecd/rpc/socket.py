@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ecd.base.ownership import NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
 
 MAX_PATH_BYTES = 106  # sizeof(sockaddr_un.sun_path) - 1, without what is appended to bind it
 
@@ -43,10 +43,10 @@ class OwnedSocket:
                 opened.callback(os.close, self._lock_fd)
                 self._clear(self.path.name)
                 self._clear(self._bound_name)
-            except BlockingIOError:
+            except Held as error:
                 raise SocketError(
-                    f"another daemon listens on {address}. Stop it, or give this one another "
-                    "ECD_ADDRESS (--address) and ECD_NAME (--name)"
+                    f"another daemon{error.who} listens on {address}. Stop it, or give this one "
+                    "another ECD_ADDRESS (--address) and ECD_NAME (--name)"
                 ) from None
             except NotOurs as error:
                 raise SocketError(

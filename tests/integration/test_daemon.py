@@ -103,10 +103,10 @@ def test_a_second_daemon_touches_nothing_of_the_first(
         other = "--name", "other", "--metrics-address", "[::1]:0"
         done = ecd("serve", "--address", daemon.address, *other)
         assert done.returncode == 1
-        assert "another daemon listens on" in done.stderr
+        assert f"another daemon (pid {daemon.pid}) listens on" in done.stderr
         done = ecd("serve", "--address", f"unix://{tmp_path}/other.sock", "--name", daemon.name)
         assert done.returncode == 1
-        assert "another daemon uses" in done.stderr
+        assert f"another daemon (pid {daemon.pid}) uses" in done.stderr
         assert "--name" in done.stderr
         assert not (tmp_path / "other.sock").exists()
         assert client.contains(["k"]) == [True]

@@ -650,7 +650,9 @@ def test_two_daemons_do_not_share_a_directory(make_disk: DiskDaemon, tmp_path: P
     second.name = first.name
     second.start(wait=False)
     eventually(lambda: "ecd cannot serve" in second.text())
-    assert f"another daemon uses {tmp_path}/disk/ecd-{first.name}" in second.text()
+    assert (
+        f"another daemon (pid {first.pid}) uses {tmp_path}/disk/ecd-{first.name}" in second.text()
+    )
 
 
 def test_clear_removes_it(make_disk: DiskDaemon, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL, Clock
-from ecd.base.ownership import NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
 from ecd.core.demotion import BLOCK_BYTES, rounded
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_format import (
@@ -310,9 +310,9 @@ def _take(parent_fd: int, path: Path, uid: int, in_use: str) -> tuple[int, int]:
             raise NotOurs(f"{path} is not {user(uid)}'s alone: it is {describe(found)}")
         os.fchmod(fd, 0o700)
         return fd, take_lock(fd, LOCK_NAME, frozenset({uid, os.geteuid()}))
-    except BlockingIOError:
+    except Held as error:
         os.close(fd)
-        raise DiskError(in_use.format(path=path)) from None
+        raise DiskError(in_use.format(path=path, who=error.who)) from None
     except BaseException:
         os.close(fd)
         raise
