@@ -242,7 +242,7 @@ def test_refused_puts_are_in_the_log_once_a_minute(make_daemon: Callable[..., Da
             with pytest.raises(EntryTooLarge):
                 put(client, "k", 65)
         [line] = refusals()
-        assert "a put of 65 MiB by n is refused: the whole pool has 64 MiB" in line
+        assert "a put of 65 MiB in namespace n is refused: the whole pool has 64 MiB" in line
         assert "WARNING" in line
         with pytest.raises(EntryTooLarge):
             put(other, "k", 9)

@@ -24,8 +24,10 @@ class RefusedPuts:
         more = self._lines.take((type(outcome), outcome.quota_bytes > 0, namespace))
         if more is not None:
             about = {"namespace": namespace, "nbytes": outcome.nbytes}
-            size, who, why = size_text(outcome.nbytes), shown(namespace), _why(namespace, outcome)
-            logger.warning("a put of %s by %s is refused: %s%s", size, who, why, more, extra=about)
+            size, where, why = size_text(outcome.nbytes), shown(namespace), _why(namespace, outcome)
+            logger.warning(
+                "a put of %s in namespace %s is refused: %s%s", size, where, why, more, extra=about
+            )
 
 
 def _why(namespace: str, outcome: EntryTooLarge | PoolFull) -> str:
