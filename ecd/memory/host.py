@@ -23,7 +23,7 @@ from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find, generation_of
 from ecd.memory.pool_dir import PoolDir, PoolError
-from ecd_proto.contract import size_text
+from ecd_proto.contract import SMALL_POOL_BYTES, size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
 from ecd_proto.shm.files import (
     INDEX_SUFFIX,
@@ -42,8 +42,6 @@ MAX_FAILURES = 8
 """Failed attempts in a row to get a huge page, after which no more are made."""
 SPACE_WAIT_S = 10.0
 """How long a start waits for clients of a dead daemon to release its pool."""
-SMALL_BYTES = 256 << 20
-"""A pool of fewer bytes that nobody asked for is worth a warning: an item has up to 130 MB."""
 SMALL_FILES_BYTES = 1 << 20
 """Files of others that take less, such as semaphores, are not worth a word."""
 
@@ -260,7 +258,7 @@ def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
     else:
         share, nbytes = f"{wanted} of all", all_bytes * int(wanted.removesuffix("%")) // 100
     nbytes = nbytes >> 20 << 20
-    if nbytes >= SMALL_BYTES or (nbytes and wanted is not None):
+    if nbytes >= SMALL_POOL_BYTES or (nbytes and wanted is not None):
         return nbytes
     found = f"{shm_dir} has {size_text(free_bytes)} of {size_text(all_bytes)} free"
     more = f"`ecd-cli doctor` says what daemons have left there. Or {_enlarging(shm_dir, 1 << 30)}"

@@ -32,6 +32,8 @@ DTYPES: dict[str, int] = {
 
 POPULATING = "the daemon is populating its pool"
 """How a refusal begins that time alone will end."""
+SMALL_POOL_BYTES = 256 << 20
+"""A pool of fewer bytes that nobody asked for is worth a warning: an item has up to 130 MB."""
 MAX_METADATA_BYTES = 4096
 MAX_NAMESPACE_BYTES = 1024
 MAX_MM_HASH_BYTES = 1024

@@ -379,6 +379,8 @@ def test_a_pool_is_sized_as_one_says(tmp_path: Path, make_daemon: MakeDaemon) ->
         for said, nbytes in ("32Mi", 32 * MIB), ("32MiB", 32 * MIB), ("50%", 64 * MIB):
             daemon = make_daemon(said, ECD_SHM_DIR=str(place)).start()
             assert daemon.status().pools[0].pool_bytes == nbytes
+            found = {each["check"]: each for each in as_json(daemon, "doctor")}
+            assert "docker run --shm-size" in found["shared memory"]["advice"]
             daemon.close()
     finally:
         run(["umount", place], check=True)

@@ -19,7 +19,7 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.session.channel import NO_ANSWER, socket_path, unreachable, why_refused
 from ecd_proto import findings
-from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, size_text
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, SMALL_POOL_BYTES, size_text
 from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_proto.leftovers import leftovers
 from ecd_proto.shm.barriers import has_barriers
@@ -191,19 +191,21 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
         return Finding("shared memory", BAD, f"{place}: {error.strerror}", advice)
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     found = f"{place}: {size_text(free)} of {size_text(size)} free"
+    larger = "a larger one: docker run --shm-size, an emptyDir of medium Memory, or a remount"
     if status is None and size < 1 << 30:
-        advice = "a larger one: docker run --shm-size, an emptyDir of medium Memory, or a remount"
-        return Finding("shared memory", BAD, found, advice)
+        return Finding("shared memory", BAD, found, larger)
+    pools = () if status is None else findings.host_pools(status)
     if (kind := filesystem(place)) and kind not in IN_MEMORY:
         advice = "name a tmpfs by ECD_SHM_DIR: a disk makes puts slow, and loses what it promises"
         return Finding("shared memory", DOUBTFUL, f"{place} is on {kind}, not in memory", advice)
     if free < size // 50:
         advice = "make it larger, or lower ECD_HOST_POOL_BYTES"
-        pools = () if status is None else findings.host_pools(status)
         own_bytes = sum(each.populated_bytes for each in pools)
         if (space.f_blocks - space.f_bfree) * space.f_frsize - own_bytes >= size // 50:
             advice = f"remove what else lies there, {advice}"
         return Finding("shared memory", DOUBTFUL, found, advice)
+    if size < 1 << 30 and sum(each.pool_bytes for each in pools) < SMALL_POOL_BYTES:
+        return Finding("shared memory", DOUBTFUL, f"{found}: few items fit", larger)
     return Finding("shared memory", GOOD, found)
 
 
