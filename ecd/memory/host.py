@@ -23,7 +23,7 @@ from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find, generation_of
 from ecd.memory.pool_dir import PoolDir, PoolError
-from ecd_proto.contract import SMALL_POOL_BYTES, size_text
+from ecd_proto.contract import SMALL_POOL_BYTES, count_text, size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
 from ecd_proto.shm.files import (
     INDEX_SUFFIX,
@@ -124,8 +124,11 @@ class HostPool:
             for name in map(Path, self.directory.names())
             if not (name.stem in kept and name.suffix in KEPT_SUFFIXES)
         ]
+        if stale:
+            count, path = count_text(len(stale), "file"), self.directory.path
+            logger.info("removing %s that a daemon before this one left in %s", count, path)
         for name in sorted(stale, key=self._generation_of):  # a kill leaves the newest whole
-            logger.info("removing %s, left by a daemon before this one", self.directory.path / name)
+            logger.debug("removing %s", name)
             self.directory.unlink(name.name)
         return bool(stale)
 

@@ -222,6 +222,7 @@ def test_a_start_may_be_cold(make_daemon: MakeDaemon) -> None:
             client.wait_connected(HANG_S)
             assert client.contains(["k"]) == [False], (flags, settings)
         assert why in daemon.text()[seen:]
+        assert daemon.text()[seen:].count("INFO ecd.memory.host: removing") == 1
         daemon.check_nothing_leaked()
 
 
