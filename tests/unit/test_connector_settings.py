@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.base.omni import KNOWN, why_nothing_is_shared
 from ecd_client.vllm.base.settings import Settings
 
 
-def settings(**extra: Any) -> Settings:
-    transfer = SimpleNamespace(ec_connector_extra_config=extra, is_encode_only=False)
-    config: Any = SimpleNamespace(ec_transfer_config=transfer, lora_config=None)
+def settings(
+    *, encodes_only: bool = False, model: dict[str, Any] | None = None, **extra: Any
+) -> Settings:
+    transfer = SimpleNamespace(ec_connector_extra_config=extra, is_encode_only=encodes_only)
+    config: Any = SimpleNamespace(
+        ec_transfer_config=transfer,
+        lora_config=None,
+        model_config=SimpleNamespace(runner_type="generate", **(model or {})),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    )
     return Settings.of(config)
 
 
@@ -90,3 +98,27 @@ def test_what_is_left_out_and_what_streams_stays_with_the_engine() -> None:
 def test_a_key_that_is_not_known_is_named(key: str) -> None:
     with pytest.raises(InvalidArgument, match=f"unknown in ec_connector_extra_config: {key}; know"):
         settings(**{key: "unix:///tmp/a.sock"})
+
+
+def test_a_stage_of_vllm_omni_does_not_begin_what_it_cannot_end() -> None:
+    stage = {"model_stage": "thinker"}
+    assert settings(model=stage).on_unavailable == "encode"
+    assert settings(encodes_only=True).on_unavailable == "encode"
+    with pytest.raises(InvalidArgument, match="answers no request of such an engine with vLLM-Om"):
+        settings(encodes_only=True, model=stage)
+    with pytest.raises(InvalidArgument, match="vLLM-Omni answers no request that a connector fail"):
+        settings(ecd_on_unavailable="fail", model=stage)
+
+
+def test_of_vllm_omni_only_models_share_that_were_looked_at() -> None:
+    def why(name: str, module: str, stage: str | None = "thinker") -> str | None:
+        return why_nothing_is_shared(type(name, (), {"__module__": module}), stage)
+
+    omni = "vllm_omni.model_executor.models.some"
+    assert why(KNOWN[0], omni) is None
+    assert why(KNOWN[0], omni, None) is None, "in a server of plain vLLM"
+    assert "give the connector to the thinker" in (why(KNOWN[0], omni, "talker") or "")
+    assert "vLLM-Omni's GlmImage is not known" in (why("GlmImage", omni) or "")
+    assert "vLLM-Omni's GlmImage is not known" in (why("GlmImage", omni, None) or "")
+    assert why("GlmImage", "vllm.model_executor.models.some") is None
+    assert why("GlmImage", "vllm_omnivore.some") is None

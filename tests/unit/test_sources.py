@@ -296,3 +296,20 @@ def test_a_processor_of_vllm_is_code_of_its_model(
         monkeypatch.setattr("importlib.metadata.version", lambda name, v=versions: v.get(name, "1"))
         names.add(digest_of_kinds([model]))
     assert len(names) == 5
+
+
+def test_a_package_beside_vllm_has_its_version_in_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as vLLM-Omni's: it makes parts of a model late, which its class names nowhere."""
+    (tmp_path / "beside.py").write_text("class Model: ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("beside").Model
+    names = set()
+    for version in "12":
+        monkeypatch.setattr(
+            "importlib.metadata.version", lambda name, v=version: v if name == "beside" else "1"
+        )
+        names.add(digest_of_kinds([model]))
+    monkeypatch.delitem(sys.modules, "beside")
+    assert len(names) == 2

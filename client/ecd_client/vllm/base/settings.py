@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ecd_client.arguments import text
 from ecd_client.errors import InvalidArgument
 from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
+from ecd_client.vllm.base import omni
 from ecd_client.vllm.base.names import is_alone
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, seconds_of
 
@@ -72,6 +73,12 @@ class Settings:
             raise InvalidArgument(
                 f"ecd_on_unavailable is {on_unavailable!r}; it must be {ENCODE!r}, or {FAIL!r} for "
                 "an engine that has no encoder"
+            )
+        model_config = getattr(vllm_config, "model_config", None)
+        if on_unavailable == FAIL and omni.stage_of(model_config) is not None:
+            raise InvalidArgument(
+                "ecd_on_unavailable is 'fail', and vLLM-Omni answers no request that a connector "
+                f"fails; let it be {ENCODE!r}"
             )
         load_timeout_s = _seconds(extra.pop("ecd_load_timeout_s", LOAD_TIMEOUT_S[on_unavailable]))
         if namespace is not None and not (
@@ -172,13 +179,16 @@ def _refuse_unanswering(vllm_config: VllmConfig) -> None:
     """Raise InvalidArgument where vLLM starts an engine that only encodes, and ends with a request.
 
     Such an engine runs no language model: nothing comes out of it that could be pooled, and
-    nothing goes to the next stage, which waits for it.
+    nothing goes to the next stage, which waits for it. vLLM-Omni's scheduler does not
+    end its requests.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if vllm_config.model_config.runner_type == "pooling":
         flag = "the pooling runner"
     elif stages > 1:
         flag = f"--pipeline-parallel-size {stages}"
+    elif omni.stage_of(vllm_config.model_config) is not None:
+        flag = "vLLM-Omni"
     else:
         return
     raise InvalidArgument(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from vllm.envs import VLLM_PLUGINS
 from vllm.logger import init_logger
 
+from ecd_client.vllm.base import omni
+from ecd_client.vllm.base.identity.code_name import model_class_of
 from ecd_client.vllm.base.identity.identity import Identity, why_nothing_is_shared
 from ecd_client.vllm.base.settings import Settings
 
@@ -46,6 +48,9 @@ class Sharing:
             weights_version=settings.weights_version,
             weights_run=settings.weights_run,
         )
+        self._why_never = omni.why_nothing_is_shared(
+            model_class_of(vllm_config), omni.stage_of(vllm_config.model_config)
+        )
         self._before_sleep: tuple[Identity, int] | None = None
         self.moves = 0
 
@@ -71,7 +76,9 @@ class Sharing:
     @property
     def why_nothing(self) -> str | None:
         """Why no item is shared, and the remedy; None if items are shared."""
-        return why_nothing_is_shared(self._vllm_config) if self._settings.trusts_uuids else REFUSED
+        if not self._settings.trusts_uuids:
+            return REFUSED
+        return self._why_never or why_nothing_is_shared(self._vllm_config)
 
     def includes(self, identifier: str) -> bool:
         """Whether the item of this name is shared."""

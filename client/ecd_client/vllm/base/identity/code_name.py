@@ -66,7 +66,19 @@ def digest_of_kinds(kinds: Iterable[type]) -> str:
     for name in sorted(modules):
         described += name, source_of(modules[name])
     described += map(_version_of, RESIZING)
+    described += _versions_of_others(kind.__module__ for kind in bases)
     return hashlib.sha256(repr(described).encode()).hexdigest()[:12]
+
+
+def _versions_of_others(modules: Iterable[str]) -> list[str]:
+    """The versions of packages besides vLLM and transformers that these modules are in.
+
+    Such a package may make classes late that these name nowhere, or change those of vLLM.
+    """
+    packages = {module.partition(".")[0] for module in modules} - VERSIONED - IGNORED
+    return [
+        f"{name} {version}" for name in sorted(packages) if (version := _version_of(name)) != "none"
+    ]
 
 
 def _version_of(distribution: str) -> str:
@@ -76,14 +88,20 @@ def _version_of(distribution: str) -> str:
         return "none"
 
 
+def model_class_of(vllm_config: VllmConfig) -> type:
+    """The model's own class, also where it pools."""
+    from vllm.model_executor.model_loader import get_model_cls
+
+    bases: tuple[type, ...] = get_model_cls(vllm_config.model_config).__mro__
+    return next(base for base in bases if base.__module__ != ADAPTERS)
+
+
 def _kinds_of(vllm_config: VllmConfig) -> list[type]:
     """The classes of the model and of its processor."""
-    from vllm.model_executor.model_loader import get_model_cls
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model_config = vllm_config.model_config
-    bases = get_model_cls(model_config).__mro__
-    kinds: list[type] = [next(base for base in bases if base.__module__ != ADAPTERS)]
+    kinds = [model_class_of(vllm_config)]
     with contextlib.suppress(Exception):  # the model's own code: it has none
         processor = MULTIMODAL_REGISTRY.create_processor(model_config)
         kinds += map(type, (processor, processor.info))
