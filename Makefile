@@ -177,11 +177,12 @@ KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
 	@touch $@
 
 # vLLM-Omni over the vLLM that it wants, with what a stage of a language model imports.
-.venvs/vllm-omni/.ready: .venvs/vllm-0.28.0/.ready
+.venvs/vllm-omni/.ready: .venvs/vllm-0.28.0/.ready Makefile
 	@rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/$(INSTALL) --no-deps vllm-omni==0.28.0 accelerate==1.12.0 aenum==3.1.16 \
-	  antlr4-python3-runtime==4.9.3 diffusers==0.40.0 janus==2.0.0 omegaconf==2.4.0 prettytable==3.18.0 wcwidth==0.9.4
+	  antlr4-python3-runtime==4.9.3 diffusers==0.40.0 janus==2.0.0 omegaconf==2.4.0 prettytable==3.18.0 wcwidth==0.9.4 \
+	  transformers==5.14.1 tokenizers==0.22.2 huggingface_hub==1.33.0
 	@cd $(@D)/lib/python3*/site-packages && \
 	  echo "import site; site.addsitedir('$$(echo $(abspath .venvs/vllm-0.28.0)/lib/python3*/site-packages)')" > vllm.pth
 	@touch $@

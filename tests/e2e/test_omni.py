@@ -25,7 +25,7 @@ CHAT = """{% set shown = {
   "audio": "<|audio_start|><|audio_pad|><|audio_end|>"} -%}
 {% for part in messages[0].content %}{{ shown.get(part.type) or part.text }}{% endfor %}"""
 THINKER = {"stage_id": 0, "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 4}
-TINY = {"load_format": "dummy", "dtype": "float32", "async_scheduling": False}
+TINY = {"load_format": "dummy", "dtype": "float32"}
 PIPELINE = "qwen3_omni_moe_thinker_only"
 ASKED = "A", "B", "S", "V", "ASV"
 """Two pictures, a sound, a video, and one of each kind in one request; by names of the matrix."""
@@ -41,12 +41,12 @@ class Thinker:
             "ec_role": "ec_both",
             "ec_connector_extra_config": {"ecd_address": address},
         }
-        stage = THINKER | TINY | {"ec_transfer_config": transfer}
         deploy, chat = log.with_suffix(".json"), log.with_suffix(".jinja")
-        deploy.write_text(json.dumps({"pipeline": PIPELINE, "stages": [stage]}))
+        deploy.write_text(json.dumps({"pipeline": PIPELINE, "stages": [THINKER | TINY]}))
         chat.write_text(CHAT)
         command = ["-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
         command += ["--deploy-config", str(deploy), "--served-model-name", "tiny"]
+        command += ["--stage-overrides", json.dumps({"0": {"ec_transfer_config": transfer}})]
         command += ["--chat-template", str(chat), "--chat-template-content-format", "openai"]
         self._server = Server("omni", log, command)
 
@@ -107,3 +107,4 @@ def test_a_thinker_answers_by_what_another_encoded(
 
     second.answer([media["W"]])
     assert second.encoded() == started[1] + 1, "what nobody has is encoded"
+    eventually(lambda: daemon.status().leases == 0, "every load is over")
