@@ -24,8 +24,14 @@ CHAT = """{% set shown = {
   "video": "<|vision_start|><|video_pad|><|vision_end|>",
   "audio": "<|audio_start|><|audio_pad|><|audio_end|>"} -%}
 {% for part in messages[0].content %}{{ shown.get(part.type) or part.text }}{% endfor %}"""
-THINKER = {"stage_id": 0, "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 4}
-TINY = {"load_format": "dummy", "dtype": "float32"}
+THINKER = {
+    "stage_id": 0,
+    "load_format": "dummy",
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+}
 PIPELINE = "qwen3_omni_moe_thinker_only"
 ASKED = "A", "B", "S", "V", "ASV"
 """Two pictures, a sound, a video, and one of each kind in one request; by names of the matrix."""
@@ -42,7 +48,7 @@ class Thinker:
             "ec_connector_extra_config": {"ecd_address": address},
         }
         deploy, chat = log.with_suffix(".json"), log.with_suffix(".jinja")
-        deploy.write_text(json.dumps({"pipeline": PIPELINE, "stages": [THINKER | TINY]}))
+        deploy.write_text(json.dumps({"pipeline": PIPELINE, "stages": [THINKER]}))
         chat.write_text(CHAT)
         command = ["-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
         command += ["--deploy-config", str(deploy), "--served-model-name", "tiny"]

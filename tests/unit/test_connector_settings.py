@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.base.omni import KNOWN, why_nothing_is_shared
+from ecd_client.vllm.base.omni import KNOWN, why_model_shares_nothing
 from ecd_client.vllm.base.settings import Settings
 
 
@@ -112,7 +112,7 @@ def test_a_stage_of_vllm_omni_does_not_begin_what_it_cannot_end() -> None:
 
 def test_of_vllm_omni_only_models_share_that_were_looked_at() -> None:
     def why(name: str, module: str, stage: str | None = "thinker") -> str | None:
-        return why_nothing_is_shared(type(name, (), {"__module__": module}), stage)
+        return why_model_shares_nothing(type(name, (), {"__module__": module}), stage)
 
     omni = "vllm_omni.model_executor.models.some"
     assert why(KNOWN[0], omni) is None

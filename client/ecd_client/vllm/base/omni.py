@@ -20,7 +20,7 @@ def stage_of(model_config: Any) -> str | None:
     return None if stage is None else str(stage)
 
 
-def why_nothing_is_shared(kind: type, stage: str | None) -> str | None:
+def why_model_shares_nothing(kind: type, stage: str | None) -> str | None:
     """The reason why a model of this class shares no item; None if it may."""
     if kind.__module__.partition(".")[0] != PACKAGE:
         return None

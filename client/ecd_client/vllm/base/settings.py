@@ -74,8 +74,7 @@ class Settings:
                 f"ecd_on_unavailable is {on_unavailable!r}; it must be {ENCODE!r}, or {FAIL!r} for "
                 "an engine that has no encoder"
             )
-        model_config = getattr(vllm_config, "model_config", None)
-        if on_unavailable == FAIL and omni.stage_of(model_config) is not None:
+        if on_unavailable == FAIL and omni.stage_of(vllm_config.model_config) is not None:
             raise InvalidArgument(
                 "ecd_on_unavailable is 'fail', and vLLM-Omni answers no request that a connector "
                 f"fails; let it be {ENCODE!r}"

@@ -48,7 +48,7 @@ class Sharing:
             weights_version=settings.weights_version,
             weights_run=settings.weights_run,
         )
-        self._why_never = omni.why_nothing_is_shared(
+        self._why_never = omni.why_model_shares_nothing(
             model_class_of(vllm_config), omni.stage_of(vllm_config.model_config)
         )
         self._before_sleep: tuple[Identity, int] | None = None
