@@ -48,10 +48,10 @@ from e2e.chats import (
     written,
 )
 from e2e.engines import output_of
-from e2e.servers import Server, api_server
+from e2e.servers import Server, api_server, describes
 from e2e.shared import PLAIN, Engines
 from support.daemon import Daemon
-from support.waiting import HANG_S, eventually
+from support.waiting import HANG_S, eventually, value_of
 
 FEW = 300
 REQUESTS = int(os.environ.get("ECD_REQUESTS", FEW))
@@ -366,9 +366,17 @@ def room(
 
 
 def told(room: Room, at: str, content: Content, **more: Any) -> Content:
-    """The content under the name that this engine says it has, and with its grid."""
-    answer = room.ask(at, chat({**shown(content), **more}, max_tokens=1))
-    [(name, said)] = json.loads(answer.text)["ec_transfer_params"].items()
+    """The content under the name that this engine says it has, and with its grid.
+
+    The first answer says none where the engine does not see its put within SEEN_WITHIN_S.
+    """
+
+    def said_of_it() -> dict[str, Any] | None:
+        answer = room.ask(at, chat({**shown(content), **more}, max_tokens=1))
+        body = json.loads(answer.text)
+        return body["ec_transfer_params"] if describes(body) else None
+
+    [(name, said)] = value_of(said_of_it, f"{at} describes {content.name}").items()
     return content._replace(name=name, grid=said["metadata"][f"{content.kind}_grid_thw"])
 
 
