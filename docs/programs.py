@@ -37,10 +37,11 @@ def described(name: str, app: Typer) -> Iterator[Command]:
 def _described(name: str, command: Any) -> Iterator[Command]:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     settings = [each for each in command.params if f"({ENV_PREFIX}" in (each.help or "")]
+    unsaid = [each for each in command.params if each.hidden or "completion" in each.name]
     options = [
         Option(each.opts, _shown(each.default), each.help or "")
         for each in command.params
-        if each not in arguments and each not in settings and "completion" not in each.name
+        if each not in (*arguments, *settings, *unsaid)
     ]
     usage = " ".join((name, *map(_word, arguments)))
     yield Command(name, usage, command.help.strip(), options, bool(settings))

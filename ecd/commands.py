@@ -93,6 +93,15 @@ def _metavar(name: str, setting: FieldInfo) -> str:
     return "TEXT"
 
 
+def _refuse_secret(parameter: typer.CallbackParam, value: str | None) -> None:
+    """Say where a secret belongs, as no other flag is meant by one for it."""
+    if value is not None:
+        raise typer.BadParameter(
+            f"every user of this machine can read it there: set {ENV_PREFIX}"
+            f"{str(parameter.name).upper()}, or {parameter.name} in the file of --config"
+        )
+
+
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag for each setting beside its own options."""
     flags = [
@@ -111,6 +120,15 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
         )
         for name, setting in _FIELDS.items()
         if name not in SECRETS
+    ]
+    flags += [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(hidden=True, callback=_refuse_secret)],
+        )
+        for name in SECRETS
     ]
     own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "flags"]
     command.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]
