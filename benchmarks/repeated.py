@@ -97,15 +97,15 @@ class Kind:
         return [{"type": self.part, self.part: {"url": f"data:{self.media_type};base64,{data}"}}]
 
 
-def picture(directory: Path, number: int) -> bytes:
+def picture(directory: Path, number: int, size: tuple[int, int] = SIZE) -> bytes:
     """A JPEG of blocks of random colours with some noise."""
     generator = np.random.default_rng(number)
-    width, height = SIZE
+    width, height = size
     blocks = generator.integers(0, 256, (height // 12, width // 12, 3))
     pixels = blocks.repeat(12, axis=0).repeat(12, axis=1) + generator.normal(
         0, 12, (height // 12 * 12, width // 12 * 12, 3)
     )
-    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize(SIZE)
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize(size)
     with BytesIO() as file:
         image.save(file, "JPEG", quality=85)
         return file.getvalue()

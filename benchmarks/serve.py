@@ -10,7 +10,9 @@ before its run. A trace, by default a made-up one of chats, says which pictures 
 pictures are taken ten times as many as fit into vLLM's encoder cache. Figures are medians of the
 rounds.
 
-With `tiny`, a model of random weights, what is compared is what sharing costs. `3B` and `7B` have
+With `tiny`, a model of random weights, what is compared is what sharing costs. There vLLM's
+processes pause while they wait for each other, instead of spinning for a second after each message:
+an encoder that spins takes half of the core on which a decoder runs. `3B` and `7B` have
 the shape of Qwen2.5-VL, with dummy weights and a small vocabulary, and need a GPU, as vLLM's CPU
 connector does: there all engines share one. Choose fewer ways where it has too little memory.
 Needs `make vllm`.
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -60,6 +63,8 @@ PICTURE_TOKENS = (SIDE // 28) ** 2
 """Embeddings of a picture of SIDE a side in the encoder cache."""
 AT_ONCE = 32
 ANSWER_TOKENS = 16
+PAUSE_S = 0.0002
+"""Between two looks of vLLM's processes at their queues, where engines share few cores."""
 POOL_BYTES, TINY_POOL_BYTES = 8 << 30, 512 * MIB
 
 
@@ -247,7 +252,13 @@ class Client:
         order = self._order[:requests]
         assert len(order) == requests, f"the trace has {len(order)} accesses to these pictures"
         size = load.side, load.side
-        urls = {number: picture(size, (seed << 16) + number) for number in set(order)}
+        pictures = {
+            number: picture(self._directory, (seed << 16) + number, size) for number in set(order)
+        }
+        urls = {
+            number: f"data:image/jpeg;base64,{b64encode(content).decode()}"
+            for number, content in pictures.items()
+        }
         file = self._directory / "trace.jsonl"
         with file.open("w") as lines:
             for place, number in enumerate(order):
@@ -304,6 +315,7 @@ def main(
     chance = random.Random(1)
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ecd-bench-") as name,
+        e2e.kept_warm("e2e.pauses"),
         ExitStack() as stack,
     ):
         directory = Path(name)
@@ -342,7 +354,7 @@ TESTS = e2e.environment
 
 def environment(version: str, **extra: str) -> dict[str, str]:
     """As in tests, but for a variable that gives each engine a GiB for KV, whatever its flags."""
-    kept = TESTS(version, **extra)
+    kept = TESTS(version, PAUSE_S=f"{PAUSE_S}", **extra)
     return {name: value for name, value in kept.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
 
 
