@@ -13,7 +13,7 @@ from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from logging.handlers import SysLogHandler
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import grpc
 import typer
@@ -93,6 +93,15 @@ def _metavar(name: str, setting: FieldInfo) -> str:
     return "TEXT"
 
 
+def _flag(name: str, setting: FieldInfo) -> Any:
+    """The option for a setting; that of a secret is unseen, and refuses what it is given."""
+    if name in SECRETS:
+        return typer.Option(hidden=True, callback=_refuse_secret)
+    return typer.Option(
+        help=_help(name, setting), rich_help_panel=_panel(name), metavar=_metavar(name, setting)
+    )
+
+
 def _refuse_secret(parameter: typer.CallbackParam, value: str | None) -> None:
     """Say where a secret belongs, as no other flag is meant by one for it."""
     if value is not None:
@@ -109,26 +118,9 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
             name,
             Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[
-                str | None,
-                typer.Option(
-                    help=_help(name, setting),
-                    rich_help_panel=_panel(name),
-                    metavar=_metavar(name, setting),
-                ),
-            ],
+            annotation=Annotated[str | None, _flag(name, setting)],
         )
         for name, setting in _FIELDS.items()
-        if name not in SECRETS
-    ]
-    flags += [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, typer.Option(hidden=True, callback=_refuse_secret)],
-        )
-        for name in SECRETS
     ]
     own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "flags"]
     command.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]
