@@ -27,10 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,7 +40,7 @@ import psutil
 import typer
 from common import MIB, end_daemon, machine, markdown, show, start_daemon, write_page
 from gpu_vllm import python_of_vllm
-from repeated import SPINS_S, picture
+from repeated import KINDS, SPINS_S, picture
 from rich.console import Console
 from serve_model import SHAPES, make_model
 from workloads import workload
@@ -251,20 +251,17 @@ class Client:
     def _trace(self, load: Workload, requests: int, seed: int) -> Iterator[str]:
         order = self._order[:requests]
         assert len(order) == requests, f"the trace has {len(order)} accesses to these pictures"
-        size = load.side, load.side
+        make = partial(picture, size=(load.side, load.side))
+        kind = replace(KINDS["picture"], make=make)
         pictures = {
-            number: picture(self._directory, (seed << 16) + number, size) for number in set(order)
-        }
-        urls = {
-            number: f"data:image/jpeg;base64,{b64encode(content).decode()}"
-            for number, content in pictures.items()
+            number: kind.content(self._directory, (seed << 16) + number) for number in set(order)
         }
         file = self._directory / "trace.jsonl"
         with file.open("w") as lines:
             for place, number in enumerate(order):
                 content = [
                     {"type": "text", "text": f"{place}: what is in this picture?"},
-                    {"type": "image_url", "image_url": {"url": urls[number]}},
+                    *pictures[number],
                 ]
                 lines.write(json.dumps({"content": content}) + "\n")
         yield from ("--dataset-name", "custom_image", "--dataset-path", str(file))
