@@ -14,7 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -23,12 +24,11 @@ from redis import Redis
 from rich.console import Console
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.directory.directory import StaticDirectory
+from ecd.cluster.directory.directory import Candidate, StaticDirectory
 from ecd.cluster.directory.redis_directory import RedisDirectory
 from ecd.cluster.peers.peers import Peers
 from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key
 from ecd.settings.config import Config
-from ecd_proto.contract import Hint
 
 PORT = 16399
 ENTRIES = 100_000
@@ -45,7 +45,7 @@ def keys(count: int, first: int = 0) -> list[Key]:
 
 
 class Stored:
-    """A node's cache: pictures at a place whose numbers are of usual length."""
+    """What a node's cache shows: pictures at a place whose numbers are of usual length."""
 
     leases = 0
 
@@ -58,8 +58,9 @@ class Stored:
         return EntryInfo(EntryId(1), key, content, extent, 0, 0, 0.0, 0.0, None)
 
 
-def config(number: int, **settings: str) -> Config:
-    return Config(peer_address=f"10.0.0.{number}:1", peer_token=TOKEN, cluster="bench", **settings)
+def config(number: int, **settings: Any) -> Config:
+    settings |= {"peer_address": f"10.0.0.{number}:1", "peer_token": TOKEN, "cluster": "bench"}
+    return Config(**settings)
 
 
 def identity(number: int) -> NodeIdentity:
@@ -83,8 +84,9 @@ def cpu_s(redis: Redis) -> float:
 async def measure_redis(rows: Rows) -> None:
     redis = Redis(port=PORT)
     url = f"redis://127.0.0.1:{PORT}/0"
+    cache: Any = SimpleNamespace(views=Stored())
     asking, holding = (
-        RedisDirectory(config(n, directory=url), identity(n), Stored()) for n in range(2)
+        RedisDirectory(config(n, directory=url), identity(n), cache) for n in range(2)
     )
     running = [asyncio.ensure_future(node.run()) for node in (asking, holding)]
     await asyncio.sleep(0.5)
@@ -152,7 +154,7 @@ async def measure_links(rows: Rows, address: str, pid: int) -> None:
         ["the same, CPU of the node that asks", f"{ask_us:.0f} us"],
     ]
 
-    async def ask(node: str, wanted: Sequence[Key]) -> Sequence[Hint | None]:
+    async def ask(node: str, wanted: Sequence[Key]) -> Sequence[Candidate | None]:
         return await (await askers[int(node)].link(address)).find(wanted)
 
     for count in (10, 100):

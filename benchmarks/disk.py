@@ -201,8 +201,9 @@ def savings(directory: Path) -> list[list[str]]:
         for number, (name, budget) in enumerate(BUDGETS.items()):
             settings = {"ECD_DISK_POOL_BYTES": str(DISK_BYTES), "ECD_DISK_DIR": str(directory)}
             settings["ECD_DISK_WRITE_BYTES_PER_S"] = str(budget)
-            about = f"{make.__name__}-{number}", max(8 * MIB, footprint // 10)
-            daemon, address = start_daemon(directory, *about, **(settings if budget else {}))
+            node, pool_bytes = f"{make.__name__}-{number}", max(8 * MIB, footprint // 10)
+            chosen = settings if budget else {}
+            daemon, address = start_daemon(directory, node, pool_bytes, **chosen)
             try:
                 encoded_s, waited_s, times_s = _run(address, accesses)
                 took_s = times_s[-1]
@@ -211,7 +212,7 @@ def savings(directory: Path) -> list[list[str]]:
                 end_daemon(daemon)
             every_s = sum(access.cost_s for access in accesses)
             saved_s = every_s - encoded_s - waited_s
-            replayed = _replay(accesses, times_s, about[1], budget)
+            replayed = _replay(accesses, times_s, pool_bytes, budget)
             again = replayed.disk_written_bytes / took_s / 1e6
             rows.append(
                 [

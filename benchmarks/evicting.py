@@ -101,7 +101,7 @@ class Full:
         self._policy.admit(entry)
 
     def _evict(self, entry: Entry, reason: str) -> None:
-        self._pool.drop(entry, reason)
+        self._pool.drop(entry, reason, is_counted=True)
         self._pool.allocator.free(entry.block)
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ import typer
 from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
-from ecd_client import Client, Hint
+from ecd_client import Client, Hint, Item
 from ecd_client.session.channel import call, open_channel
 from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2 as pb
@@ -96,7 +97,7 @@ class Bare:
     def asynchronous(self, nbytes: int, count: int) -> float:
         """Four in flight, polled every 20 us."""
         started = time.perf_counter()
-        waiting, under_way = list(range(count)), []
+        waiting, under_way = list(range(count)), list[int]()
         while waiting or under_way:
             while waiting and len(under_way) < AT_ONCE:
                 at = waiting.pop() * nbytes
@@ -216,7 +217,10 @@ class Ecd:
         for key in self._keys:
             self._has.put(key, data)
         time.sleep(0.5)  # checksums are made behind the puts
-        self._hints = {key: [self._has.hint(key)] for key in self._keys}
+        for key in self._keys:
+            hint = self._has.hint(key)
+            assert hint is not None, "the node that has them has no address"
+            self._hints[key] = [hint]
 
     def one(self, nbytes: int, count: int) -> float:
         return self._one(self._hints)
@@ -243,19 +247,20 @@ class Ecd:
 
     def _fetched_s(self) -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics") as answer:
-            return float(re.search(r"ecd_fetch_seconds_sum (\S+)", answer.read().decode())[1])
+            (sum_s,) = re.findall(r"ecd_fetch_seconds_sum (\S+)", answer.read().decode())
+        return float(sum_s)
 
     def several(self, at_once: int) -> Way:
         def way(nbytes: int, count: int) -> float:
             self._forget()
             started = time.perf_counter()
-            waiting, under_way = list(self._keys), []
+            waiting, under_way = list(self._keys), list[Future[Item | None]]()
             while waiting or under_way:
                 while waiting and len(under_way) < at_once:
                     ask = waiting[: at_once - len(under_way)]
                     del waiting[: len(ask)]
                     under_way += self._wants.get_async(
-                        ask, 10.0, nodes=list(map(self._hints.get, ask)), only_if_written=True
+                        ask, 10.0, nodes=[self._hints[key] for key in ask], only_if_written=True
                     )
                 item = under_way.pop(0).result()
                 assert item is not None

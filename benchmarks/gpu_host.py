@@ -121,6 +121,7 @@ def host() -> list[Row]:
         session = client._connection.session()
         _wait(lambda: client.pinning.nbytes == HOST_BYTES and session.near is not None)
         pool = session.near
+        assert pool is not None
         for key in KEYS:
             assert client.put_async(key, device.tensor()).result(60)
         _wait(lambda: all(_has_copy(client, key) for key in KEYS))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from common import end_daemon, machine, markdown, show, start_daemon, timed_us, write_page
@@ -112,10 +112,12 @@ def measure(count: int, policy: Callable[[int], Policy] = ValueDensity) -> dict[
 def measure_look(count: int) -> dict[str, float]:
     """Medians: the turn of the event loop that a look takes, and its document on another thread."""
     cache, _ = filled(count, random.Random(1), ValueDensity, NAMESPACES)
-    memory = SimpleNamespace(path="", nbytes=1, huge_bytes=1, problem="", populated_bytes=1)
-    streams = SimpleNamespace(clients=0, waiting_for_dma=0)
+    memory: Any = SimpleNamespace(path="", nbytes=1, huge_bytes=1, problem="", populated_bytes=1)
+    memory.device_bytes = 0
+    engines = SimpleNamespace(statuses=list)
+    streams: Any = SimpleNamespace(clients=0, waiting_for_dma=0, engines=engines)
     identity = NodeIdentity("growth", "0" * 32, "ecd", "node:1")
-    status = Status(identity, cache, {0: memory}, None, streams, REAL)  # type: ignore[arg-type, dict-item]
+    status = Status(identity, cache, {0: memory}, None, streams, REAL)
     nodes = [pb.PeerStatus(node=f"node-{n}:1", state="connected") for n in range(MAX_PEERS)]
     peers = pb.PeersReply(node=identity.node, peers=nodes)
     history = History(status.figures, REAL)

@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import sys
+from ipaddress import IPv4Network
 from math import ceil, log2
 from pathlib import Path
 from random import Random
@@ -84,7 +85,7 @@ def hot(
     asyncio.set_event_loop(loop)
     weather = Weather(delay_s=DELAY_S, bytes_per_s=bytes_per_s / SCALE)
     about = "redis", 256 << 10, 30.0, TIMEOUT_S, False, weather, 0.0, None, 0.0, (), readers
-    networks = "10.0.0.0/16" if way == "hints" else ()
+    networks = (IPv4Network("10.0.0.0/16"),) if way == "hints" else ()
     config = Config(peer_address="10.0.0.1:9470", peer_insecure=True, hint_networks=networks)
     BusyPipe.message_s = message_s
     gc.disable()
@@ -105,13 +106,13 @@ def hot(
 
 def _run(loop: VirtualLoop, scenario: Scenario, way: str, over_s: float) -> Outcome:
     run = Run(loop, scenario)
-    run.engines, run.redis = Links(run.network), BusyRedis(run.network)
-    outcome = loop.run_until_complete(_hot(run, way, over_s))
+    run.engines, run.redis = engines, redis = Links(run.network), BusyRedis(run.network)
+    outcome = loop.run_until_complete(_hot(run, engines, redis, way, over_s))
     assert not [*run.violations, *loop.errors], (run.violations, loop.errors)
     return outcome
 
 
-async def _hot(run: Run, way: str, over_s: float) -> Outcome:
+async def _hot(run: Run, engines: Links, redis: BusyRedis, way: str, over_s: float) -> Outcome:
     loop, is_made = run.loop, way == "made"
     for number in range(run.scenario.nodes):
         run.start(number, is_warm=False)
@@ -122,7 +123,7 @@ async def _hot(run: Run, way: str, over_s: float) -> Outcome:
         await clients[0].put(KEY, 0.001, 0.0)
         await asyncio.sleep(0.5)
     start_s = loop.now_s
-    run.redis.begin()
+    redis.begin()
     choice = {"hints": 0.21, "directory": 0.2, "made": 0.5}[way]  # who cannot make it waits
     action = Action(0.0, "", 0, 0, KEY, TIMEOUT_S, choice)
     wanting = clients if is_made else clients[1:]
@@ -136,7 +137,7 @@ async def _hot(run: Run, way: str, over_s: float) -> Outcome:
         (each.stored_s, number) for number, each in enumerate(clients) if each.stored_s is not None
     )
     start_s = max(start_s, stored_s)
-    engines, redis, daemon = run.engines, run.redis, run.daemons[producer]
+    daemon = run.daemons[producer]
     return Outcome(
         sorted(each.has_s - start_s for each in wanting if each.has_s is not None),
         max(engines.most_readers.values(), default=0),

@@ -117,6 +117,8 @@ def look(client: Peer, keys: list[str], words: Array[c_int64]) -> tuple[list[flo
 
     When the handles of the first kind were there, in seconds; what the others took.
     """
+    hold = client.hold
+    assert hold is not None
     seen_s, took_us = [], []
     for number, key in enumerate(keys, 1):
         if number % 2:
@@ -130,7 +132,7 @@ def look(client: Peer, keys: list[str], words: Array[c_int64]) -> tuple[list[flo
             words[READY] = number
             while words[RETURNED] < number:
                 pass
-            took_us.append(timed(partial(client.hold, key)))
+            took_us.append(timed(partial(hold, key)))
     return seen_s, took_us
 
 

@@ -17,8 +17,9 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from ipaddress import IPv4Network
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 
 import typer
 from common import MIB, machine, markdown, show, write_page
+from pydantic import SecretStr
 from rich.console import Console
 
 from ecd.base.clock import REAL
@@ -36,6 +38,7 @@ from ecd.core.model.outcomes import Leased, LimitReached, MakingRoom, Reserved
 from ecd.core.model.types import Answer, Content, EntryId, Extent, Key, SessionId
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
+from ecd.live.flights import Flights
 from ecd.memory.checksums import Checksums
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
@@ -48,7 +51,8 @@ from ecd.rpc.cache.stream import Stream
 from ecd.rpc.peer.inbound_link import InboundLink
 from ecd.rpc.peer.serving import Serving
 from ecd.settings.config import Config
-from ecd_proto.contract import MAX_BATCH
+from ecd_proto.contract import MAX_BATCH, Hint
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.shm.rows import Row, key_record, pack_row
@@ -116,8 +120,10 @@ class Node:
             NodeIdentity("bench", "bench", "bench"),
         )
         self.live = live_cache(self.cache, board, _ignore, REAL)
-        node = CacheNode(self.live, self, identity)
-        self.streams, self.intake = node.streams, self.live._intake
+        files: Any = self  # as far as these calls need them
+        node = CacheNode(self.live, files, identity)
+        self.streams = node.streams
+        self.intake: Any = self.live._intake
         monitor = Monitor(pb.StatusReply, _ignore)
         self.service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
         self.opened: dict[SessionId, Stream] = {}
@@ -352,16 +358,35 @@ async def wake(node: Node) -> None:
 
 
 class PoolOfZeros:
-    """The pool as peers read it: nothing is hashed, nothing fetched."""
+    """The memory that peers read: nothing is hashed, nothing fetched, and there is no disk."""
 
-    def is_speculative(self, key: Key) -> bool:
-        return False
+    def describe(self) -> peer_pb.NodeDescription:
+        return peer_pb.NodeDescription()
 
     def address_of(self, extent: Extent) -> int:
         return extent.offset
 
+    def bytes_of(self, extent: Extent) -> bytes:
+        return bytes(extent.nbytes)
+
     def checksum_of(self, leased: Leased) -> int:
         return 1
+
+    def is_speculative(self, key: Key) -> bool:
+        return False
+
+    def is_claiming(self, key: Key) -> bool:
+        return False
+
+    def is_local(self, key: Key) -> bool:
+        return False
+
+    def want_near(self, key: Key) -> None: ...
+
+    def told_encoders(self) -> Sequence[RegisteredEncoder]:
+        return []
+
+    async def offered(self, found: Mapping[Key, Hint]) -> None: ...
 
 
 def a_thousand_keys(node: Node) -> None:
@@ -380,7 +405,7 @@ async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink
     session = node.live.cache.open_session()
     assert not isinstance(session, LimitReached)
     serving = Serving(2, node.live.refuse)
-    link = InboundLink(node.live, PoolOfZeros(), serving, session, "127.0.0.1:1")  # type: ignore[arg-type]
+    link = InboundLink(node.live, PoolOfZeros(), serving, session, "127.0.0.1:1")
     with node.watching():
         await link.take(request)
     return link
@@ -412,14 +437,15 @@ async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
     """The node among others that do not answer, its memory in this process alone."""
     config = Config(
         peer_address="127.0.88.1:9465",
-        peer_token="the token of a benchmark",
-        hint_networks="127.0.0.0/8",
+        peer_token=SecretStr("the token of a benchmark"),
+        hint_networks=(IPv4Network("127.0.0.0/8"),),
     )
     memory = MappedFile.of_memory(64 * MIB)
-    pools = {0: SimpleNamespace(readable=memory, writable=memory)}
-    checksums = Checksums(node.live, pools)
+    pools: Any = {0: SimpleNamespace(readable=memory, writable=memory)}
+    checksums, flights = Checksums(node.live, pools), Flights(node.live)
     identity = NodeIdentity("bench", "a" * 32, "bench", "127.0.88.1:9465")
-    cluster = Cluster(config, node.live, PoolMemory(pools, checksums), identity, lambda *_: None)
+    shared = PoolMemory(pools, checksums)
+    cluster = Cluster(config, node.live, flights, shared, identity, _ignore)
     try:
         yield cluster
     finally:

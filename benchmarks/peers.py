@@ -39,6 +39,9 @@ class Peer:
     maps = False
     """Whether `load` maps a file, and has read no byte of it yet."""
 
+    def __init__(self, place: str, nbytes: int) -> None:
+        """`place` is a socket's or a directory's path; tensors have `nbytes` each."""
+
     def put(self, key: str, tensor: torch.Tensor) -> None:
         """Return once another process can get it."""
         raise NotImplementedError
@@ -67,7 +70,7 @@ class Peer:
 
 
 class Ecd(Peer):
-    def __init__(self, place: str, nbytes: int, **options: bool) -> None:
+    def __init__(self, place: str, nbytes: int, **options: Any) -> None:
         self._client = Client(place, namespace=str(nbytes), **options)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
@@ -156,7 +159,7 @@ class Redis(Peer):
         self._redis = redis.Redis(unix_socket_path=place)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
-        self._redis.set(self._prefix + key, memoryview(tensor.numpy()))
+        self._redis.set(self._prefix + key, tensor.numpy().data)
 
     def load(self, key: str) -> torch.Tensor:
         return torch.frombuffer(self._redis.get(self._prefix + key), dtype=torch.uint8)
@@ -321,8 +324,10 @@ def _environment_of(name: str) -> tuple[str, dict[str, str]]:
             "LMCACHE_TRACK_USAGE": "false",
         }
     if name == EXAMPLE:
-        site = ENVIRONMENTS.parent / "tests/e2e/site"
-        return str(ENVIRONMENTS / "vllm-0.32.0/bin/python"), {"PYTHONPATH": str(site)}
+        tree = ENVIRONMENTS.parent
+        paths = tree / "tests/e2e/site", tree / "client", tree / "proto"
+        found = os.pathsep.join(map(str, paths))
+        return str(ENVIRONMENTS / "vllm-0.32.0/bin/python"), {"PYTHONPATH": found}
     return sys.executable, {}
 
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import ClassVar
 
 from ecd.core.model.entry import Entry
-from ecd.core.policy.policy import Policy
+from ecd.core.policy.policy import Policy, Weighing
 from ecd.core.pool.allocator import Allocator
 
 
@@ -21,6 +21,7 @@ class Ranked:
     """Ranks by a number that an access gives an entry, in a heap that is cleaned up when read."""
 
     anchors: ClassVar[int] = 16
+    weighing: ClassVar[Weighing] = Weighing(0.0, 0.0)
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Entry]] = []
@@ -72,7 +73,7 @@ class Ranked:
                 item = heappop(self._heap)
                 entry = item[2]
                 is_current = entry in self._ranked and self._place[entry] == item[:2]
-                if is_current and item != (passed or [None])[-1]:
+                if is_current and item not in passed[-1:]:
                     passed.append(item)
                     yield entry
         finally:
@@ -127,6 +128,7 @@ class Queues:
     """Common to policies whose queues are passed over, not ranked: the oldest of each first."""
 
     anchors: ClassVar[int] = 16
+    weighing: ClassVar[Weighing] = Weighing(0.0, 0.0)
 
     def __init__(self) -> None:
         self._held: set[Entry] = set()

@@ -152,14 +152,17 @@ KINDS |= {
 }
 CHAT = "/v1/chat/completions"
 WORDS, SAID = "words", {"role": "user", "content": "what is what?"}
-GENERATING = {
+GENERATING: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [SAID]},
     f"{CHAT}/batch": {"messages": [[SAID]]},
     "/v1/completions": {"prompt": SAID["content"]},
     "/v1/responses": {"input": SAID["content"]},
     "/v1/messages": {"messages": [SAID], "max_tokens": 1},
 }
-POOLING = {"/v1/embeddings": {"messages": [SAID]}, "/pooling": {"messages": [SAID]}}
+POOLING: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"messages": [SAID]},
+    "/pooling": {"messages": [SAID]},
+}
 """Doors of a server that generates, and of one that pools, and what a request there has."""
 CHOICES = ", ".join([*KINDS, WORDS])
 WORK = "media are preprocessed", "a video is decoded", "a sound is decoded"
@@ -194,7 +197,7 @@ def start(directory: Path, model: Path, address: str, kind: Kind) -> dict[str, S
     def server(name: str, connector: str | None, role: str, *flags: str) -> Server:
         chosen = ["--limit-mm-per-prompt", kind.limits, *more, *flags]
         if connector is not None:
-            transfer = {"ec_connector": connector, "ec_role": role}
+            transfer: dict[str, object] = {"ec_connector": connector, "ec_role": role}
             if connector == "EcdConnector":
                 transfer["ec_connector_module_path"] = "ecd_client.vllm"
                 transfer["ec_connector_extra_config"] = ecd

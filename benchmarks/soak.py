@@ -86,7 +86,7 @@ def work(address: str, other: str, seed: int, until_s: float, counts: Any) -> No
             key = min(int(chance.paretovariate(0.4)), chance.randrange(1, KEYS))
             try:
                 asked = [f"{key:064x}"]
-                hints = [[other]] if seed % 2 else None  # the others ask the directory
+                hints = [[other]] if seed % 2 else []  # the others ask the directory
                 item = client.get_async(asked, 5.0, nodes=hints, only_if_written=True)[0].result()
                 if item is None:
                     data = content(key)
@@ -123,11 +123,11 @@ def sample(samples: Samples, minute: float, name: str, value: float) -> None:
 def look(samples: Samples, minute: float, name: str, pids: list[int]) -> None:
     """The means of some processes that do the same."""
     own = [
-        re.search(r"^Anonymous:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+        re.findall(r"^Anonymous:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
         for pid in pids
     ]
     processes = [psutil.Process(pid) for pid in pids]
-    sample(samples, minute, f"{name}: memory, MiB", fmean(int(f[1]) / 1024 for f in own))
+    sample(samples, minute, f"{name}: memory, MiB", fmean(int(kib) / 1024 for (kib,) in own))
     sample(samples, minute, f"{name}: descriptors", fmean(p.num_fds() for p in processes))
     sample(samples, minute, f"{name}: threads", fmean(p.num_threads() for p in processes))
 
@@ -194,7 +194,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     out, progress = Console(highlight=False, width=130), Console(stderr=True)
-    context, samples = processes(), defaultdict(list)
+    context = processes()
+    samples: Samples = defaultdict(list)
     counts = context.Array("q", 4, lock=False)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -309,7 +310,7 @@ def tell(
             grew.append(name)
     done = [
         ["", "times"],
-        *zip(("right", "put", "WRONG BYTES", "refused"), map(str, counts), strict=True),
+        *map(list, zip(("right", "put", "WRONG BYTES", "refused"), map(str, counts), strict=True)),
     ]
     done.append(["bytes not free once all is evicted", str(left)])
     lags = [["", "turns", "p50", "p99", "p99.9"]]

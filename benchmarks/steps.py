@@ -137,7 +137,7 @@ def by_calls(address: str, clients: ExitStack) -> dict[str, Step]:
 
     With the stream that blocking calls share (`Exchange`), and with a unary call for each.
     """
-    source, steps = fresh(NBYTES), {}
+    source, steps = fresh(NBYTES), dict[str, Callable[[], object]]()
     for way in ("over one stream", "by unary calls"):
         with mock.patch("ecd_client.shared.board.join_barriers", return_value=False):
             client = clients.enter_context(Client(address, namespace=way))
