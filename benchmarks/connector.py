@@ -28,7 +28,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from e2e.engines import HERE, Engine, make_model, python_of
+from e2e.engines import PATHS, Engine, make_model, python_of
 
 VERSION = "0.32.0"
 ECD, EXAMPLE, NOTHING, NONE = "EcdConnector", "ECExampleConnector", "Nothing", "none"
@@ -115,7 +115,7 @@ def start(model: Path, directory: Path, daemon: str, *, plain: bool) -> Engine:
             "ec_role": "ec_both",
         }
     environ = {
-        "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, [*PATHS, Path(__file__).parent])),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "BENCH_STEPS": str(directory),
     }

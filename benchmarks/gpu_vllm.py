@@ -108,7 +108,6 @@ def vllm() -> list[Row]:
                 setup["connector"] = way.rival
             environ = {
                 "VLLM_CACHE_ROOT": str(directory),
-                "PYTHONPATH": str(e2e.HERE / "site"),
                 **way.environ,
             }
             log = directory / f"engine-{number}.log"

@@ -28,7 +28,7 @@ from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from e2e.engines import HERE, Engine, make_model, python_of
+from e2e.engines import PATHS, Engine, make_model, python_of
 
 SIZES = ("112x112", "224x224", "448x448", "896x896")
 PICTURES = 8
@@ -66,7 +66,7 @@ def start(version: str, model: Path, directory: Path, daemon: str) -> dict[str, 
     files = directory / "files"
     files.mkdir()
     extra = {"ecd_address": daemon, "shared_storage_path": str(files)}
-    path = os.pathsep.join([str(HERE / "site"), str(Path(__file__).parent)])
+    path = os.pathsep.join(map(str, [*PATHS, Path(__file__).parent]))
 
     def engine(role: str) -> Engine:
         setup: dict = {"model": str(model), "engine": {"enable_prefix_caching": False}}
