@@ -126,7 +126,8 @@ def _hits(client: Client, pool: DevicePool) -> list[Row]:
             with client.hold("near", handle) as item:
                 return item.device_view("cuda")
 
-        ways = {"near": load, "host": load, "view": view, "D2D": partial(target.copy_, rival)}
+        ways: dict[str, Callable[[], object]] = {"near": load, "host": load, "view": view}
+        ways["D2D"] = partial(target.copy_, rival)
         for _ in range(ITEMS):
             for way, queue in random.sample(list(ways.items()), len(ways)):
                 time.sleep(SETTLED_S)
@@ -134,6 +135,7 @@ def _hits(client: Client, pool: DevicePool) -> list[Row]:
                 held_us, over_us = held_and_over_us(queue)
                 took[f"{way} held"].append(held_us)
                 took[f"{way} usable"].append(over_us)
+            session._dma.near = pool
             wrong += wrong_bytes(load())
             torch.cuda._sleep(BUSY_CYCLES)
             waits += timed_us(load) > WAITED_US
