@@ -8,7 +8,8 @@ both. All engines run at once, and ways are measured by turns: each round sends 
 each way, in random order. Seeds are fixed, and differ between runs: nobody has seen a picture
 before its run. A trace, by default a made-up one of chats, says which pictures come back; of its
 pictures are taken ten times as many as fit into vLLM's encoder cache. Figures are medians of the
-rounds.
+rounds. Processor time, on a CPU, is what a request takes of all of a way's processes: encoder,
+engine, proxy and ecd's daemon.
 
 With `tiny`, a model of random weights, what is compared is what sharing costs. There vLLM's
 processes pause while they wait for each other, instead of spinning for a second after each message:
@@ -26,7 +27,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -40,7 +40,7 @@ import psutil
 import typer
 from common import MIB, end_daemon, machine, markdown, show, start_daemon, write_page
 from gpu_vllm import python_of_vllm
-from repeated import KINDS, SPINS_S, picture
+from repeated import KINDS, picture
 from rich.console import Console
 from serve_model import SHAPES, make_model
 from workloads import workload
@@ -103,6 +103,28 @@ WORKLOADS = {
     "3 pictures, 400 words": Workload(100, 8, side=560, pictures=3, words=400),
     "repeated pictures": Workload(200, 8, is_trace=True),
 }
+
+
+class Front(NamedTuple):
+    """Where a way's requests go, and the processes of the way, each with its children."""
+
+    server: Server
+    processes: dict[str, int]
+
+    def cpu_s(self) -> dict[str, float]:
+        """What each part has taken of the processors so far."""
+        return {part: sum(map(cpu_s, family(pid))) for part, pid in self.processes.items()}
+
+
+def family(pid: int) -> list[psutil.Process]:
+    main = psutil.Process(pid)
+    return [main, *main.children(recursive=True)]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
 BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -116,20 +138,28 @@ FIGURES = {
     "first token": ("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms"),
     "per token": ("median_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     "a second": ("request_throughput", "total_token_throughput"),
+    "processor": ("cpu_ms",),
 }
 Results = dict[str, dict[str, list[dict[str, Any]]]]
-"""What `vllm bench serve` reports, by workload and way: an object a round."""
+"""What `vllm bench serve` reports, and `cpu_ms`, by workload and way: an object a round."""
 
 
 class Engines:
     """The servers of the ways, started when they are first asked for."""
 
     def __init__(
-        self, stack: ExitStack, directory: Path, model: Path, kind: str, address: str, share: float
+        self,
+        stack: ExitStack,
+        directory: Path,
+        model: Path,
+        kind: str,
+        daemon: int,
+        address: str,
+        share: float,
     ) -> None:
         """`share` is each engine's of the GPU's memory; 0: there is none."""
         self._stack, self._directory, self._model = stack, directory, model
-        self._kind, self._share = kind, share
+        self._kind, self._daemon, self._share = kind, daemon, share
         self._extra: dict[str | None, dict[str, object]] = {
             ECD: {"ecd_address": address},
             EXAMPLE: {"shared_storage_path": str(directory / "files")},
@@ -139,8 +169,7 @@ class Engines:
         self.all: list[Server] = []
         self._encoders: dict[str | None, Server] = {}
 
-    def of(self, way: Way) -> Server:
-        """The server to which the way's requests go."""
+    def of(self, way: Way) -> Front:
         flags, environ, encoders = list[str](), dict[str, str](), list[Server]()
         if way.has_encoder:
             if way.connector not in self._encoders:
@@ -154,11 +183,15 @@ class Engines:
         if way.connector == CPU:
             environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         engine = self._start(way.connector, way.role, flags, environ)
+        parts = {"encoder": encoders[0].pid} if encoders else {}
+        parts["engine"] = engine.pid
+        if way.connector == ECD:
+            parts["ecd"] = self._daemon
         if not way.has_proxy:
-            return engine
+            return Front(engine, parts)
         front = proxy(self._directory / f"proxy-{len(self.all)}.log", encoders, [engine])
         self._stack.callback(front.close)
-        return front.wait_ready()
+        return Front(front.wait_ready(), {**parts, "proxy": front.pid})
 
     def _start(
         self,
@@ -188,12 +221,11 @@ class Engines:
         return server.wait_ready()  # one by one: each looks how much memory the others leave
 
 
-def pin(ways: dict[str, Server], engines: list[Server]) -> None:
+def pin(engines: list[Server]) -> None:
     """Give each engine's processes a core of its own, as far as there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     for number, server in enumerate(engines):
-        main = psutil.Process(server._process.pid)
-        for each in (main, *main.children(recursive=True)):
+        for each in family(server.pid):
             core = str(cores[number % len(cores)])
             subprocess.run(
                 ["taskset", "-acp", core, str(each.pid)], check=True, capture_output=True
@@ -219,9 +251,9 @@ class Client:
     def close(self) -> None:
         self._warm.close()
 
-    def run(self, server: Server, load: Workload, requests: int) -> dict[str, Any]:
+    def run(self, front: Front, load: Workload, requests: int) -> dict[str, Any]:
         """The figures of a workload with so many requests, with pictures that nobody has seen."""
-        seed, result = next(self._seeds), self._directory / "result.json"
+        server, seed, result = front.server, next(self._seeds), self._directory / "result.json"
         result.unlink(missing_ok=True)
         command = ["-c", BENCH_SERVE, "--seed", f"{seed}"]
         command += ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
@@ -233,13 +265,15 @@ class Client:
         command += ["--save-result", "--result-dir", str(result.parent)]
         command += ["--result-filename", result.name, "--disable-tqdm"]
         dataset = self._trace if load.is_trace else self._random
-        log = self._directory / "bench.log"
+        command += dataset(load, requests, seed)
+        log, before = self._directory / "bench.log", front.cpu_s()
         with log.open("wb") as out:
-            code = warm.Fork(self._warm, [*command, *dataset(load, requests, seed)], out).end(3600)
+            code = warm.Fork(self._warm, command, out).end(3600)
         assert code == 0, log.read_text()[-6000:]
         found: dict[str, Any] = json.loads(result.read_text())
         assert found["completed"] == requests, f"{log.read_text()[-3000:]}\n{server.text()[-3000:]}"
-        return found
+        took = {part: 1e3 * (now - before[part]) / requests for part, now in front.cpu_s().items()}
+        return {**found, "cpu_ms": sum(took.values()), "cpu_ms_of": took}
 
     def _random(self, load: Workload, requests: int, seed: int) -> Iterator[str]:
         yield from ("--dataset-name", "random-mm", "--random-input-len", f"{load.words}")
@@ -272,6 +306,7 @@ class Client:
 def tables(results: Results) -> Iterator[tuple[str, list[list[str]]]]:
     """A table for each workload, with medians of the rounds."""
     head = ["", "first token", "p90", "p99", "per token", "p90", "p99", "requests/s", "tokens/s"]
+    head.append("processor time")
     for name, ways in results.items():
         rows = [head]
         for way, rounds in ways.items():
@@ -281,7 +316,8 @@ def tables(results: Results) -> Iterator[tuple[str, list[list[str]]]]:
                 for key in keys
             }
             row = [f"{of[key]:,.1f} ms" for key in FIGURES["first token"] + FIGURES["per token"]]
-            rows.append([way, *row, *(f"{of[key]:,.1f}" for key in FIGURES["a second"])])
+            row += [f"{of[key]:,.1f}" for key in FIGURES["a second"]]
+            rows.append([way, *row, f"{of['cpu_ms']:,.0f} ms"])
         yield name, rows
 
 
@@ -307,7 +343,7 @@ def main(
         ways.pop("vLLM's CPU connector, one engine", None)
     else:
         e2e.python_of = lambda version: python
-        servers.Fork = as_process
+        servers.Fork = as_process  # type: ignore[misc, assignment]
     results: Results = {name: defaultdict(list) for name in loads}
     chance = random.Random(1)
     with (
@@ -321,21 +357,20 @@ def main(
         stack.callback(end_daemon, daemon)
         made = make_model(VERSION, model, directory)
         share = 0.0 if python is None else 0.94 / (len(ways) + count_of_encoders(ways))
-        engines = Engines(stack, directory, made, model, address, share)
+        engines = Engines(stack, directory, made, model, daemon.pid, address, share)
         progress.print(f"starting the engines of {len(ways)} ways ...")
         fronts = {name: engines.of(each) for name, each in ways.items()}
         if pins:
-            pin(fronts, engines.all)
+            pin(engines.all)
         client = Client(directory, made, repeats(trace))
         stack.callback(client.close)
-        for name, server in fronts.items():
+        for name, front in fronts.items():
             progress.print(f"warming up: {name} ...")
-            client.run(server, WORKLOADS["1 picture, 4 at a time"], 4)
+            client.run(front, WORKLOADS["1 picture, 4 at a time"], 4)
         for number in range(rounds):
             turns = [(load, each) for load in loads for each in ways]
             for load, each in chance.sample(turns, len(turns)):
                 progress.print(f"round {number}, {load}: {each} ...")
-                time.sleep(SPINS_S)
                 count = min(requests, loads[load].requests)
                 results[load][each].append(client.run(fronts[each], loads[load], count))
     sorted_results = {load: {name: of[name] for name in ways} for load, of in results.items()}
@@ -362,7 +397,7 @@ def as_process(version: str, command: list[str], out: Any, spares: Any = (), **e
 
 
 def report(results: Results, model: str, rounds: int, as_json: bool, output: Path | None) -> None:
-    out = Console(highlight=False, width=150)
+    out = Console(highlight=False, width=170)
     if as_json:
         out.print_json(json.dumps({"machine": machine(), "model": model, "results": results}))
     of = "one round" if rounds == 1 else f"medians of {rounds} rounds"

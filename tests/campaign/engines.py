@@ -69,7 +69,7 @@ class Served:
         return Engine(VERSION, log, setup, self.side.node.prefix, **EAGER, **ENVIRON)
 
     def signal(self, what: int) -> None:
-        pid = self.engine._process.pid  # read once: another engine may take its place meanwhile
+        pid = self.engine.pid  # read once: another engine may take its place meanwhile
         if what == signal.SIGKILL:
             self._killed.add(pid)
         with contextlib.suppress(ProcessLookupError):
@@ -79,7 +79,7 @@ class Served:
         try:
             self.engine.close()
         except AssertionError as error:
-            if self.engine._process.pid not in self._killed:
+            if self.engine.pid not in self._killed:
                 self._lost(error)
 
     def run(self) -> None:

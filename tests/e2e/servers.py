@@ -126,6 +126,10 @@ class Server:
             return "answers" if getattr(error, "code", 0) == 401 else ""  # it wants a key
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -208,7 +212,7 @@ class Server:
     @contextlib.contextmanager
     def engine_stopped(self) -> Iterator[None]:
         """Have its engine, a process of its own, do nothing meanwhile; it answers for itself."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
+        children = psutil.Process(self.pid).children(recursive=True)
         assert children, "it has no process but its own"
         with contextlib.ExitStack() as still:
             for each in children:
@@ -219,7 +223,7 @@ class Server:
 
     def kill(self) -> None:
         """End all of its processes at once, with those that would remove what they shared."""
-        shared = shared_memory_of(self._process.pid)
+        shared = shared_memory_of(self.pid)
         end_of(self._process)
         for file in shared:
             file.unlink(missing_ok=True)
@@ -227,8 +231,8 @@ class Server:
     def close(self) -> None:
         """SIGTERM, after which the last of its processes removes what the others shared."""
         if self.alive:
-            shared = shared_memory_of(self._process.pid)
-            os.kill(self._process.pid, signal.SIGTERM)
+            shared = shared_memory_of(self.pid)
+            os.kill(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
             for file in shared:
