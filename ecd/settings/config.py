@@ -36,7 +36,7 @@ KERNEL_PORTS = range(32768, 61000)
 MIN_ENGINE_PORTS = 2
 MAX_ZONE_LENGTH = 64
 SECRETS = ("peer_token",)
-"""Settings without a flag: every user of the machine can read a process's arguments."""
+"""Settings whose flag is refused: every user of the machine can read a process's arguments."""
 RULES = ("namespace_quotas", "namespace_ttls")
 RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s", "slow_log_s", *RULES)
 """Settings that a running daemon takes over on SIGHUP."""

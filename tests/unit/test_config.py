@@ -118,7 +118,7 @@ def wide_ecd(*arguments: str) -> str:
     return run(command, capture_output=True, check=True, **about).stdout
 
 
-def test_the_token_has_no_flag() -> None:
+def test_a_flag_with_the_token_is_refused() -> None:
     done = ecd("serve", "--peer-token", SECRET)
     assert done.exit_code == 2
     assert "ECD_PEER_TOKEN" in done.stderr
