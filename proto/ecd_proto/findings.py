@@ -209,7 +209,10 @@ def _setting(path: str) -> str:
 def utilization_left(pool_bytes: int, device_bytes: int) -> str:
     """Advice on the share of a GPU that vLLM may take beside a device pool and its own context."""
     left = math.floor(100 * (1 - (pool_bytes + CONTEXT_BYTES) / max(1, device_bytes))) / 100
-    return f"start an engine there with --gpu-memory-utilization {max(0.0, left):.2f} or less"
+    return (
+        f"start an engine there with --gpu-memory-utilization {max(0.0, left):.2f} or less, and as "
+        "much less as its log says for loads"
+    )
 
 
 def device_pool(each: pb.PoolStatus) -> Finding:

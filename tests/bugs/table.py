@@ -803,7 +803,7 @@ EDITED = {
         "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",
         Edit(
             "client/ecd_client/vllm/base/compat.py",
-            "MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_compute_budget",
+            "budget.encoder_compute_budget",
             "scheduler.max_num_encoder_input_tokens",
         ),
     ),

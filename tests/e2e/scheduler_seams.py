@@ -11,7 +11,9 @@ import json
 import logging
 import sys
 from collections.abc import Collection
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from vllm.config import ECTransferConfig
@@ -19,6 +21,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -27,6 +30,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.multimodal.media import MediaWithBytes
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -35,8 +39,10 @@ from vllm.v1.engine.core import EngineCore
 
 from ecd_client import Client
 from ecd_client.shared.puts import Claim, NewEntry
+from ecd_client.vllm.base import description
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.base.outputs import room_for_loads
 from ecd_client.vllm.base.reports import RankReports, Reports
 from ecd_client.vllm.middleware.fetching import Fetcher
 from ecd_client.vllm.middleware.media import Look, Medium
@@ -55,7 +61,11 @@ transfer_config = ECTransferConfig(
     ec_connector_extra_config={"ecd_address": address, "ecd_load_timeout_s": WAIT_S},
 )
 config = EngineArgs(model=model, ec_transfer_config=transfer_config).create_engine_config()
-connector = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
+at_start = BufferingHandler(100)
+description.logger.addHandler(at_start)
+on_gpu = {"is_cuda_alike": lambda: True, "get_device_total_memory": lambda: 80 << 30}
+with patch.multiple(current_platform, **on_gpu):
+    connector = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
 role = connector._scheduler
 role._client.wait_connected(HANG_S)
 STEP = SimpleNamespace(total_num_scheduled_tokens=8)
@@ -677,6 +687,12 @@ if CAN_LEAVE_OUT_MEDIA:
             done[f"may come: {name}"] = bool(parser.parse_mm_data({"image": fields}))
         except ValueError as error:
             done[f"may come: {name}"] = "media" not in str(error) and "prompt" not in str(error)
+rows = MultiModalBudget(config, MULTIMODAL_REGISTRY).encoder_cache_size
+is_sized = bool(config.cache_config.kv_cache_memory_bytes)  # by its platform, on a CPU
+nbytes = rows * 128 * config.model_config.dtype.itemsize
+room = room_for_loads(nbytes, 80 << 30, is_kv_sized=is_sized)
+said_at_start = [record.getMessage() for record in at_start.buffer]
+done["what loads may take is said"] = said_at_start.count(f"ecd: {room}")
 done["left over"] = [len(role._items), len(role._requests), len(role._loads)]
 print("RESULT", json.dumps(done))
 connector.shutdown()

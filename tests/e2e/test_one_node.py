@@ -220,6 +220,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "tokens of others, where none could be loaded": False,
         }
     assert done == {
+        "what loads may take is said": 1,
         "blocks of an answer, of None": [3, True],
         "blocks of an answer, of one": [3, True],
         "blocks of a request that vLLM made in another way": [],

@@ -118,7 +118,10 @@ def test_a_device_pool_that_could_not_be_had_is_told_of(examine: Examine) -> Non
     assert (found.state, found.found) == ("ok", "2 GiB on GPU-1")
     pool.device_bytes = 80 << 30
     found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]
-    advice = "start an engine there with --gpu-memory-utilization 0.96 or less"
+    advice = (
+        "start an engine there with --gpu-memory-utilization 0.96 or less, and as much less as its "
+        "log says for loads"
+    )
     assert (found.state, found.found) == ("ok", f"2 GiB on GPU-1; {advice}")
     pool.populated_bytes = 0
     found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]

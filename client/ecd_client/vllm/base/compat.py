@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from types import SimpleNamespace
@@ -52,6 +53,7 @@ __all__ = [
     "caches_as_vllm",
     "collect_ec_item_metadata",
     "fail_by_itself",
+    "gpu_bytes",
     "is_mistrals",
     "media_budgets",
     "open_image",
@@ -103,8 +105,10 @@ def fail_by_itself(request: Any, cause: str) -> None:
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
-def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int]:
+def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int, int]:
     """How many tokens of a request one step looks for items in, and embeddings that it encodes.
+
+    And those that the encoder cache holds.
 
     A drafter that has the model's hidden states reads further than the step computes, and an item
     that is larger than a step's tokens makes room for several small ones.
@@ -117,8 +121,19 @@ def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int]:
     if drafts is not None and drafts.use_eagle():
         tokens += drafts.num_speculative_tokens if drafts.use_multi_module_mtp() else 1
     if vllm_config.model_config.multimodal_config is None:
-        return tokens, 0
-    return tokens, MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_compute_budget
+        return tokens, 0, 0
+    budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
+    return tokens, budget.encoder_compute_budget, budget.encoder_cache_size
+
+
+def gpu_bytes() -> int:
+    """All memory of this engine's GPU; 0 without one, or where nothing says it."""
+    from vllm.platforms import current_platform
+
+    with contextlib.suppress(Exception):  # of a library for a GPU, which may lack anything
+        if current_platform.is_cuda_alike():
+            return int(current_platform.get_device_total_memory())
+    return 0
 
 
 def refuse_undeclared(model_config: Any) -> None:

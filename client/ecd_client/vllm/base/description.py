@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from ecd_client.vllm.base.compat import gpu_bytes
+from ecd_client.vllm.base.outputs import room_for_loads
 from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.engines import MAX_TEXT_BYTES, Engine, advice, difference
@@ -54,6 +56,7 @@ class Description:
             each for each in allowed if not settings.keeps_private(each, is_streaming=False)
         ]
         self._left_out = [each for each in allowed if each not in self._shared]
+        self._is_kv_sized = bool(vllm_config.cache_config.kv_cache_memory_bytes)
         self._id = engine_id(vllm_config.instance_id)
         self._model = _one_line(str(vllm_config.model_config.served_model_name))
 
@@ -104,6 +107,13 @@ class Description:
             logger.warning("ecd: nothing is shared: %s", why)
         else:
             logger.info("ecd: this engine shares %s", self.shares)
+
+    def log_room(self, cache_bytes: int) -> None:
+        """Log what loads may take of a GPU's memory, for an encoder cache of this size."""
+        has_loads = self._is_consumer and self._why_nothing is None
+        if has_loads and cache_bytes and (all_bytes := gpu_bytes()):
+            said = room_for_loads(cache_bytes, all_bytes, is_kv_sized=self._is_kv_sized)
+            logger.info("ecd: %s", said)
 
     def log_apart(self, other: Engine) -> None:
         """Log, once for each other engine, that its entries are not found here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ BROUGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Those of embeddings that a client brings: torch computes with others in part only."""
 MAX_DEPTH = 4
 """Depth to which configurations within a configuration are searched."""
+MIB = 1 << 20
 
 
 class Outputs:
@@ -36,6 +38,7 @@ class Outputs:
         self._measured: dict[str, int] = getattr(
             vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}
         )
+        self._dtype: torch.dtype = model.dtype
         self._dtypes = {str(model.dtype).removeprefix("torch."), "float32"}
         self._width: int = model.get_inputs_embeds_size()
         self._is_pruned = bool(getattr(model.multimodal_config, "video_pruning_rate", None))
@@ -72,10 +75,30 @@ class Outputs:
         known = {1} if modality in ("audio", PROMPT) else self._multiples
         return rest == 0 and (multiple in known or (multiple > 0 and not self._is_known))
 
+    def bytes_of(self, embeddings: int) -> int:
+        """The size of so many embeddings of the widest medium, in the model's dtype."""
+        widths = self._measured.values() or [max(self._multiples) * self._width]
+        return embeddings * max(widths) * self._dtype.itemsize
+
     def __str__(self) -> str:
         """The dtypes and widths that fit, for a message."""
         widths = self._measured or [multiple * self._width for multiple in sorted(self._multiples)]
         return f"{' or '.join(sorted(self._dtypes))}, {widths} wide"
+
+
+def room_for_loads(cache_bytes: int, gpu_bytes: int, *, is_kv_sized: bool) -> str:
+    """What to leave free on a GPU for the loads into an encoder cache of this size.
+
+    vLLM's profile has the outputs of an encoder cache once, in memory of its model's stream. Loads
+    from the host pool have a stream of their own, and torch keeps what was freed for the stream
+    that had it: they may take as much again. `is_kv_sized`: the KV cache's bytes are set.
+    """
+    share = math.ceil(1000 * cache_bytes / gpu_bytes) / 1000
+    how = f"{share:.3f} less of --gpu-memory-utilization"
+    if is_kv_sized:
+        how = "as much less of --kv-cache-memory-bytes"
+    size = f"{math.ceil(cache_bytes / MIB):,} MiB"
+    return f"loads may take about {size} of the GPU beyond vLLM's profile; {how} keeps that free"
 
 
 def configs_in(config: Any, depth: int = 0) -> Iterator[dict[str, Any]]:

@@ -121,13 +121,9 @@ class SchedulerRole:
         self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
         self._steps = 0
+        *reach, cached = reach_of_step(vllm_config)
         self._readiness = Readiness(
-            settings,
-            self._sharing,
-            self._items,
-            self._lookup,
-            self.stats,
-            *reach_of_step(vllm_config),
+            settings, self._sharing, self._items, self._lookup, self.stats, *reach
         )
         self._requests: dict[str, RequestItems] = {}
         self._shown = SharedNamespace(vllm_config.instance_id)
@@ -142,6 +138,7 @@ class SchedulerRole:
         self._show()
         self._sharing.log_start()
         self._description.log()
+        self._description.log_room(outputs.bytes_of(cached))
 
     @hook
     def close(self) -> None:
