@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -29,6 +30,11 @@ TESTS = Path(__file__).parents[2]
 IMPORTED = "torch.utils.dlpack", "grpc", "ecd_client.tensors", "ecd_proto.v1.cache_pb2_grpc"
 """By the Python that is forked for scripts: nothing that looks for a driver."""
 LOST = 999  # CUDA_ERROR_UNKNOWN
+COUNT_GPUS = """
+from support.cuda.calls import call, cu
+call(cu.cuInit, 0)
+print(call(cu.cuDeviceGetCount))
+"""
 
 
 @contextlib.contextmanager
@@ -81,11 +87,26 @@ class Cuda:
     def environment(self, devices: int = 1, afterlife: bool = False) -> dict[str, str]:
         """What a process needs to find the driver, to be added to the test's own variables.
 
-        A GPU has neither choice: with one of them the test is skipped there.
+        A real driver has no `afterlife`, and no more devices than the machine: with what it lacks
+        the test is skipped there.
         """
-        if self._control is None and devices == 1 and not afterlife:
-            return {}
-        return environment(self.control, devices, afterlife)
+        if self._control is not None or afterlife:
+            return environment(self.control, devices, afterlife)
+        return {} if devices == 1 else self._first_gpus(devices)
+
+    def _first_gpus(self, number: int) -> dict[str, str]:
+        """The variable that hides all GPUs but the first. Skips the test where they are fewer."""
+        count = self._gpus
+        if count < number:
+            pytest.skip(f"needs {number} GPUs, and finds {count}")
+        own = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = own.split(",") if own else [str(each) for each in range(count)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[:number])}
+
+    @functools.cached_property
+    def _gpus(self) -> int:
+        """How many GPUs the driver finds."""
+        return int(self.run(COUNT_GPUS).stdout)
 
     def run(
         self, script: Path | str, *arguments: object, check: bool = True, **variables: str
