@@ -61,25 +61,25 @@ def status_of(daemon: Daemon) -> str:
     return run_command(command, capture_output=True, text=True, env=environment).stdout
 
 
-@pytest.mark.usefixtures("control")
 def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     cuda: Cuda, near: Daemon
 ) -> None:
-    assert run(cuda, "puts_near", near) == {
-        "stored": True,
-        "copies": 3,
-        "device to device": 2 * MIB,
-        "host to device": 0,
-        "host to device later": MIB,
-    }
-    found = run(cuda, "loads_near", near)
-    assert found == {"right": True, "host to device": 0, "device to device": 4 * MIB}
+    put, loaded = run(cuda, "puts_near", near), run(cuda, "loads_near", near)
+    assert (put.pop("stored"), put.pop("copies"), loaded.pop("right")) == (True, 3, True)
     host, device = near.status().pools
     assert (host.kind, device.kind) == ("host", "device")
     assert re.fullmatch("GPU-[0-9a-f-]{36}", device.path)
     assert (device.pool_bytes, device.used_bytes) == (16 * MIB, 3 * MIB)
-    assert device.device_bytes == 64 << 30
-    assert "with --gpu-memory-utilization 0.99 or less" in near.text()
+    assert re.search(r"with --gpu-memory-utilization 0\.\d\d or less", near.text())
+    if cuda.is_standin:
+        assert put == {
+            "device to device": 2 * MIB,
+            "host to device": 0,
+            "host to device later": MIB,
+        }
+        assert loaded == {"host to device": 0, "device to device": 4 * MIB}
+        assert device.device_bytes == 64 << 30
+        assert "with --gpu-memory-utilization 0.99 or less" in near.text()
     assert near.status().entries == 3
     shown = status_of(near)
     assert f"16 MiB on {device.path}" in shown
@@ -88,7 +88,6 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     near.check_nothing_leaked()
 
 
-@pytest.mark.usefixtures("control")
 @pytest.mark.parametrize(("nbytes", "load", "step"), [("0", 7, 10), ("16MiB", 6, 9)])
 def test_a_step_makes_few_calls_of_the_driver(
     cuda: Cuda, make_near: MakeNear, nbytes: str, load: int, step: int
@@ -139,16 +138,16 @@ def test_a_copy_of_a_tensor_is_of_no_entry_but_its_own(
     near.check_nothing_leaked()
 
 
-@pytest.mark.usefixtures("control")
 def test_a_view_holds_its_memory_until_its_last_use_is_over(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "views", near)
+    is_early = found.pop("early")  # on a GPU that work is over at once
     assert found == {
         "none yet": True,
         "copies": 0,
         "right": True,
-        "early": False,
         "l": ["torch.uint8", [16], True],
     }
+    assert not (cuda.is_standin and is_early)
     near.check_nothing_leaked()
 
 
@@ -159,19 +158,25 @@ def test_a_view_may_be_dropped_by_any_thread(cuda: Cuda, near: Daemon) -> None:
     near.check_nothing_leaked()
 
 
-@pytest.mark.usefixtures("control")
 def test_a_view_may_be_dropped_amid_a_capture(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "view_dropped_amid_a_capture", near)
-    whole = ["CUDA_SUCCESS", False, False]
-    assert found == {"found": [whole, whole], "warnings": []}
+    assert found["warnings"] == []
+    for code, is_early, is_over in found["found"]:
+        assert (code, is_early) == ("CUDA_SUCCESS", False)
+        assert not (cuda.is_standin and is_over), "the work from before the capture is held"
+    assert len(found["found"]) == 2
     near.check_nothing_leaked()
 
 
-def test_the_daemon_has_its_memory_and_no_context(control: Control, near: Daemon) -> None:
-    assert physical_bytes(control) == 16 * MIB
-    assert control.counters().contexts == 0
+def test_the_daemon_has_its_memory_and_no_context(cuda: Cuda, near: Daemon) -> None:
+    assert near.status().pools[1].populated_bytes == 16 * MIB
+    if not cuda.is_standin:
+        assert near.pid not in cuda.processes_with_contexts()
+        return
+    assert physical_bytes(cuda.control) == 16 * MIB
+    assert cuda.control.counters().contexts == 0
     near.terminate()
-    assert physical_bytes(control) == 0
+    assert physical_bytes(cuda.control) == 0
 
 
 @pytest.mark.usefixtures("control")
@@ -213,11 +218,11 @@ def why_not(daemon: Daemon) -> str:
     return daemon.text()
 
 
-@pytest.mark.usefixtures("control")
 def test_a_daemon_without_a_gpu_refuses_to_have_a_device_pool(
     make_daemon: Callable[..., Daemon],
 ) -> None:
-    said = why_not(make_daemon(ECD_DEVICE_POOL_BYTES="16MiB"))
+    """It finds no driver, or one that hides its GPUs."""
+    said = why_not(make_daemon(ECD_DEVICE_POOL_BYTES="16MiB", CUDA_VISIBLE_DEVICES=""))
     assert "ECD_DEVICE_POOL_BYTES needs a GPU" in said
     assert "Traceback" not in said
 
@@ -341,9 +346,7 @@ def test_an_engine_killed_amid_a_promotion_leaves_nothing(
     near.check_nothing_leaked()
 
 
-def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
-    cuda: Cuda, control: Control, near: Daemon
-) -> None:
+def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(cuda: Cuda, near: Daemon) -> None:
     engine = cuda.start(SCENARIOS, "goes_on_through_restarts", near.address)
     assert engine.stdout is not None
     assert engine.stdout.readline() == "ready\n"
@@ -352,11 +355,13 @@ def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
         near.kill()
         near.start()
     eventually(lambda: near.status().counters.copies > 3)
-    eventually(lambda: physical_bytes(control) < 40 * MIB, what="the old pools are gone")
+    if cuda.is_standin:
+        eventually(lambda: physical_bytes(cuda.control) < 40 * MIB, what="the old pools are gone")
     output, _ = engine.communicate("\n", timeout=HANG_S)
     assert json.loads(output.splitlines()[-1]) == {"wrong": 0, "some": True, "faults": 0}
     near.terminate()
-    eventually(lambda: physical_bytes(control) == 0)
+    if cuda.is_standin:
+        eventually(lambda: physical_bytes(cuda.control) == 0)
 
 
 # -- the rules, kept and left out ------------------------------------------------------------------
@@ -395,11 +400,12 @@ def test_no_copy_is_committed_after_its_entry_has_gone(
     assert run(cuda, "committed_after_its_original", daemon) == {"right": not without}
 
 
-@pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("without", ["", "the reference", "the wait"])
 def test_a_tensor_keeps_its_memory_and_value_until_its_copy_is_made(
     cuda: Cuda, near: Daemon, without: str
 ) -> None:
+    if without:
+        assert cuda.control, "only a copy that is held shows that something is missing"
     found = run(cuda, "copied_from_a_tensor", near, WITHOUT=without)
     assert found == {"ended": without != "the reference", "written": without != "the wait"}
 

@@ -156,10 +156,11 @@ def tell(engine: subprocess.Popen[str]) -> None:
     engine.stdin.flush()
 
 
-def test_engines_pin_in_turn(cuda: Cuda, control: Control, daemon: Daemon) -> None:
+def test_engines_pin_in_turn(cuda: Cuda, daemon: Daemon) -> None:
     """The driver's locks are the node's: calls of one engine hold up the launches of all."""
     both = [start_to_pin(cuda, daemon, PATIENT="yes") for _ in range(2)]
-    control.register_delay_us = 2000
+    if cuda.is_standin:  # whose calls take no time by themselves
+        cuda.control.register_delay_us = 2000
     for engine in both:
         tell(engine)
     outputs = [engine.communicate(timeout=HANG_S)[0] for engine in both]
@@ -357,17 +358,11 @@ def test_a_child_ends_nothing_of_its_parents_copies(scenario: Scenario) -> None:
     assert found == {"child": 0, "right": True, "again": True, "faults": 0}
 
 
-@DIRECTED
-def test_only_a_process_that_the_daemon_knows_writes_by_dma(
-    scenario: Scenario,
-) -> None:
-    assert scenario("daemon_refuses_attaching") == {
-        "stored": True,
-        "right": True,
-        "pageable saves": 1,
-        "pageable loads": 0,
-        "word": 1,
-    }
+def test_only_a_process_that_the_daemon_knows_writes_by_dma(scenario: Scenario, cuda: Cuda) -> None:
+    found = scenario("daemon_refuses_attaching")
+    pageable = found.pop("pageable saves"), found.pop("pageable loads")
+    assert found == {"stored": True, "right": True, "word": 1}
+    assert pageable == (1, 0) or not cuda.is_standin
 
 
 def test_tensors_come_back_as_they_were(scenario: Scenario) -> None:
@@ -405,16 +400,16 @@ def test_a_client_pins_again_after_a_restart(cuda: Cuda, daemon: Daemon) -> None
     assert process.wait(HANG_S) == 0
 
 
-def test_the_daemon_has_no_context(
-    cuda: Cuda, control: Control, make_daemon: Callable[..., Daemon]
-) -> None:
+def test_the_daemon_has_no_context(cuda: Cuda, make_daemon: Callable[..., Daemon]) -> None:
     """Nor has it loaded the driver, which it could: its environment is that of an engine."""
     daemon = make_daemon(**cuda.environment()).start()
     done = cuda.run(SCENARIOS, "nothing_waits", daemon.address)
     assert done.returncode == 0
     maps = Path(f"/proc/{daemon.pid}/maps").read_text()
     assert "libcuda" not in maps
-    assert control.counters().contexts == 1, "of the client, which did not release it at its end"
+    if cuda.is_standin:
+        contexts = cuda.control.counters().contexts
+        assert contexts == 1, "of the client, which did not release it at its end"
 
 
 def test_a_stopped_engine_amid_a_save_keeps_its_memory(

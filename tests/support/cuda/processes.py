@@ -23,7 +23,7 @@ from support.cuda.standin import (
     library_path,
     physical_bytes,
 )
-from support.processes import child
+from support.processes import child, run
 from support.waiting import HANG_S, eventually
 
 TESTS = Path(__file__).parents[2]
@@ -35,6 +35,13 @@ from support.cuda.calls import call, cu
 call(cu.cuInit, 0)
 print(call(cu.cuDeviceGetCount))
 """
+
+WITH_CONTEXT = """
+from support.cuda.calls import say, use_device
+use_device()
+say("here")
+"""
+NVIDIA_SMI = "nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"
 
 
 @contextlib.contextmanager
@@ -107,6 +114,20 @@ class Cuda:
     def _gpus(self) -> int:
         """How many GPUs the driver finds."""
         return int(self.run(COUNT_GPUS).stdout)
+
+    def processes_with_contexts(self) -> set[int]:
+        """Those that nvidia-smi shows. Skips the test where it shows none from here."""
+        known = self.start(WITH_CONTEXT)
+        assert known.stdout is not None
+        assert known.stdout.readline() == "here\n"
+        try:
+            asked = run(NVIDIA_SMI, capture_output=True, text=True, check=True)
+        except OSError as error:
+            pytest.skip(f"there is no nvidia-smi: {error}")
+        shown = {int(pid) for pid in asked.stdout.split() if pid.isdigit()}
+        if known.pid not in shown:
+            pytest.skip("nvidia-smi shows no process from here")
+        return shown
 
     def run(
         self, script: Path | str, *arguments: object, check: bool = True, **variables: str
