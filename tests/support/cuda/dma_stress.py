@@ -2,8 +2,9 @@
 
     python tests/support/cuda/dma_stress.py [--kind KIND] [--seconds 60] [--without RULE]
 
-Runs on the stand-in for CUDA's driver, whose copies are late and in two halves. Four processes
-compare every byte that they get; their sessions break off, and some processes are killed. Kinds:
+Runs on the stand-in for CUDA's driver, whose copies are late and in two halves, or the first two
+kinds on a GPU (ECD_TEST_CUDA=device), where a fault ends a process. Four processes compare every
+byte that they get; their sessions break off, and some processes are killed. Kinds:
 
 engines  all of them encode, put and get on GPUs, with copies of 1.5 ms
 near     as engines, on one GPU that has a device pool
@@ -24,6 +25,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +53,8 @@ It evicts an entry's copies with the entry, and commits none whose original has 
 """
 KINDS = {"engines": 1500, "near": 1500, "slow": 60_000, "doomed": 60_000}
 """Time of each operation of the stand-in, in us."""
+LATE_KINDS = "slow", "doomed"
+"""Those that only the stand-in shows."""
 KEYS = 40
 SIZES = (4096, 16384, 65536, 262144)
 POOLS = {"engines": "2MiB", "near": "3MiB", "slow": "2MiB", "doomed": "6MiB"}
@@ -334,7 +338,7 @@ class Engine:
 
 class Worker:
     def __init__(
-        self, warm: Interpreter, address: str, role: str, without: str, env: dict[str, str]
+        self, warm: Interpreter | None, address: str, role: str, without: str, env: dict[str, str]
     ) -> None:
         self.role, self._warm, self._env = role, warm, env
         self._command = [__file__, f"--{role}", address, "--without", without]
@@ -342,10 +346,19 @@ class Worker:
         self.start()
 
     def start(self) -> None:
+        from support import processes
+        from support.cuda.processes import scripts_environment
         from support.warm import Fork
 
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = Fork(self._warm, self._command, self.output, **self._env)
+        self.process: subprocess.Popen | Fork
+        if self._warm is not None:
+            self.process = Fork(self._warm, self._command, self.output, **self._env)
+        else:
+            command = [sys.executable, *self._command]
+            about = {"env": scripts_environment() | self._env, "stdin": subprocess.DEVNULL}
+            both = {"stdout": self.output, "stderr": self.output}
+            self.process = processes.start(command, **about, **both)
 
     def collect(self) -> dict[str, int]:
         lines = [line for line in self.said().splitlines() if line.endswith("}")]
@@ -357,7 +370,9 @@ class Worker:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
     def end(self) -> None:
-        self.process.end()
+        from support import processes
+
+        processes.end(self.process)
         for name, count in self.collect().items():
             self.counts[name] = self.counts.get(name, 0) + count
         self.output.close()
@@ -374,18 +389,22 @@ def run(kind: str, seconds: float, without: str) -> dict:
         "slow": ["engine", "cpu"] * 2,
         "doomed": ["doomed", "cpu"] * 2,
     }
+    is_standin = os.environ.get("ECD_TEST_CUDA") != "device"
     found: dict[str, object] = {"kind": kind, "without": without, "killed": 0, "wrong": 0}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        controls = [
-            Control(Path(directory) / f"cuda{number}") for number in range(len(roles[kind]))
-        ]
-        for control in controls:
-            control.delay_us = KINDS[kind]
-        envs = [environment(control, afterlife=kind == "doomed") for control in controls]
+        controls: list[Control] = []
+        envs: list[dict[str, str]] = [{} for _ in roles[kind]]
         settings = {}
+        if is_standin:
+            controls = [Control(Path(directory) / f"cuda{number}") for number in range(len(envs))]
+            for control in controls:
+                control.delay_us = KINDS[kind]
+            envs = [environment(control, afterlife=kind == "doomed") for control in controls]
         if kind == "near":
-            controls.append(Control(Path(directory) / "cuda-daemon"))
-            settings = environment(controls[-1]) | {"ECD_DEVICE_POOL_BYTES": "2MiB"}
+            settings = {"ECD_DEVICE_POOL_BYTES": "2MiB", "ECD_DEVICES": "0"}
+            if is_standin:
+                controls.append(Control(Path(directory) / "cuda-daemon"))
+                settings |= environment(controls[-1])
         daemon = Daemon(Path(directory), POOLS[kind], **settings)
         daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
         stack.callback(daemon.close)
@@ -398,8 +417,8 @@ def run(kind: str, seconds: float, without: str) -> dict:
 
         def has_done_enough(kind: str) -> bool:
             """Or a busy machine would have shown nothing."""
-            evictions = sum(daemon.status().counters.evictions.values())
-            copied = any(control.counters().bytes_d2d for control in controls)
+            counters = daemon.status().counters
+            evictions, copied = sum(counters.evictions.values()), counters.copies > 0
             amid = sum(worker.collect().get("amid", 0) for worker in workers)
             return evictions > 20 and (copied or kind != "near") and (amid > 3 or kind != "doomed")
 
@@ -429,9 +448,10 @@ def run(kind: str, seconds: float, without: str) -> dict:
         found["faults"] = sum(counters.faults for counters in each)
         found["pageable"] = sum(counters.pageable_copies for counters in each)
         found["copies"] = sum(counters.copies for counters in each)
-        found["d2d"] = sum(counters.bytes_d2d for counters in each)
         found["waits"] = sum(counters.main_waits for counters in each)
-        found["evictions"] = sum(daemon.status().counters.evictions.values())
+        of_daemon = daemon.status().counters
+        found["evictions"] = sum(of_daemon.evictions.values())
+        found["copies near"] = of_daemon.copies
         if not without:
             daemon.check_nothing_leaked()
     return found
@@ -469,6 +489,8 @@ def main() -> None:
     else:
         kinds = RULES | dict.fromkeys(COPY_STEPS, "near")
         kind = given.kind or kinds.get(given.without, "engines")
+        if kind in LATE_KINDS and os.environ.get("ECD_TEST_CUDA") == "device":
+            parser.error(f"a GPU's copies are not as late as {kind} needs them")
         found = run(kind, given.seconds, given.without)
         print(json.dumps(found))
         sys.exit(1 if found["wrong"] or found["faults"] or "ended" in found else 0)
