@@ -175,6 +175,33 @@ assert is_right(last, 24), "the client was closed, and the view was not"
 print("right")
 """
 
+DROPS_ELSEWHERE = """
+import threading
+
+def ends_early(made_on):
+    # Another thread drops a view amid the model's work: is its hold over before that work is?
+    with torch.cuda.stream(made_on):
+        views = [view_of(client, "k")]
+    with torch.cuda.stream(model):
+        work(500_000_000)  # a quarter of a second of it, which may use the view
+        its_end = model.record_event()
+    dropping = threading.Thread(target=views.clear)  # its current stream is the default one
+    dropping.start()
+    dropping.join()
+    words = client._connection.session().index._words
+    eventually(lambda: not any(words[8:512]), "the hold has ended")
+    return not its_end.query()  # asked after that, so a machine that stands still shows nothing
+
+model = torch.cuda.Stream()
+with Client(sys.argv[1]) as client:
+    client.pin()
+    client.put("k", encode(5))
+    assert not ends_early(model)
+    # As for work on a stream that ecd does not know of: the question would show it.
+    eventually(lambda: ends_early(torch.cuda.default_stream()), "a hold that ends early")
+print("right")
+"""
+
 
 def test_saves_and_loads_are_right(cuda: Cuda, daemon: Daemon) -> None:
     assert cuda.run(BEGIN + SCRIPT, daemon.address).stdout == "right\n"
@@ -186,14 +213,25 @@ def test_graphs_are_captured_while_other_threads_copy_and_pin(cuda: Cuda, daemon
     daemon.check_nothing_leaked()
 
 
-def test_copies_in_a_device_pool_are_right(cuda: Cuda, make_daemon: Callable[..., Daemon]) -> None:
-    """A second process reads what the first has put, as copies and as views, among evictions."""
+@pytest.fixture
+def near(make_daemon: Callable[..., Daemon]) -> Daemon:
+    """A daemon with a device pool on the first GPU."""
     settings = {"ECD_DEVICE_POOL_BYTES": "64MiB", "ECD_DEVICES": "0"}
-    daemon = make_daemon("512MiB", **settings).start()
-    host, device = daemon.status().pools
+    return make_daemon("512MiB", **settings).start()
+
+
+def test_copies_in_a_device_pool_are_right(cuda: Cuda, near: Daemon) -> None:
+    """A second process reads what the first has put, as copies and as views, among evictions."""
+    host, device = near.status().pools
     assert (host.kind, device.kind) == ("host", "device")
-    assert device.populated_bytes == device.pool_bytes, daemon.text()
+    assert device.populated_bytes == device.pool_bytes, near.text()
     for script in (PUTS_NEAR, LOADS_NEAR):
-        assert cuda.run(BEGIN + NEAR + script, daemon.address).stdout == "right\n"
-    assert daemon.status().counters.copies >= 24
-    daemon.check_nothing_leaked()
+        assert cuda.run(BEGIN + NEAR + script, near.address).stdout == "right\n"
+    assert near.status().counters.copies >= 24
+    near.check_nothing_leaked()
+
+
+def test_a_view_is_held_until_the_models_stream_is_past_it(cuda: Cuda, near: Daemon) -> None:
+    """Its kernels run where no other stream waits for them, whichever thread drops the view."""
+    assert cuda.run(BEGIN + NEAR + DROPS_ELSEWHERE, near.address).stdout == "right\n"
+    near.check_nothing_leaked()
