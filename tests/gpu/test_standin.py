@@ -22,7 +22,8 @@ MIB = 1 << 20
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 1, 2, 3, 100
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS = 201, 400, 600, 700
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED = 900, 901, 904
-CAPTURE_ISOLATION, CAPTURED_EVENT, CAPTURE_WRONG_THREAD = 905, 907, 908
+CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT = 905, 906, 907
+CAPTURE_WRONG_THREAD = 908
 CONTEXT_IS_DESTROYED, HOST_REGISTERED, HOST_NOT_REGISTERED, UNKNOWN = 709, 712, 713, 999
 
 START = """
@@ -204,6 +205,106 @@ for step in (no_waits, five_waits):
         counters = control.counters()
         assert (counters.main_waits, counters.other_waits) == (main, other)
         answer(script)
+
+
+# -- default streams -------------------------------------------------------------------------------
+
+DEFAULT_STREAMS = (
+    START
+    + f"""
+from support.cuda.standin import Control, Hold
+NOT_READY = {NOT_READY}
+"""
+    + """
+use_device()
+control = Control.of_this_process()
+null, legacy, own = (cu.CUstream(number) for number in range(3))
+blocking, another, free, witness = stream(0), stream(0), stream(), stream()
+
+def show(first, second, is_ordered):
+    # A copy on the second stream waits for a fill on the first, or does not.
+    source, target, waste = (tensor(b"o" * MIB) for _ in range(3))
+    control.hold = Hold.FILLS
+    call(cu.cuMemsetD8Async, source, ord("n"), MIB, first)
+    call(cu.cuMemcpyAsync, target, source, MIB, second)
+    if is_ordered:
+        call(cu.cuMemcpyAsync, waste, source, MIB, witness)
+        call(cu.cuStreamSynchronize, witness)  # in which time the copy could have been done
+    else:
+        call(cu.cuStreamSynchronize, second)
+    assert error(cu.cuStreamQuery, second) == (NOT_READY if is_ordered else 0)
+    control.hold = Hold.NOTHING
+    assert read(target, MIB) == (b"n" if is_ordered else b"o") * MIB
+"""
+)
+
+
+@pytest.mark.usefixtures("control")
+def test_the_legacy_default_stream_and_blocking_ones_wait_for_each_other(cuda: Cuda) -> None:
+    cuda.run(
+        DEFAULT_STREAMS
+        + """
+for other in blocking, own:
+    for default in null, legacy:
+        show(default, other, True)
+        show(other, default, True)
+show(blocking, another, False)
+for default in legacy, own:
+    show(free, default, False)
+    show(default, free, False)
+"""
+    )
+
+
+@pytest.mark.usefixtures("control")
+def test_each_thread_has_a_default_stream_of_its_own(cuda: Cuda) -> None:
+    cuda.run(
+        DEFAULT_STREAMS
+        + """
+show(own, blocking, False)
+source = tensor(b"o" * MIB)
+codes = []
+
+def fill():
+    use_device()
+    codes.append(error(cu.cuStreamQuery, own))
+    call(cu.cuMemsetD8Async, source, ord("n"), MIB, own)
+    codes.append(error(cu.cuStreamQuery, own))
+
+control.hold = Hold.FILLS
+thread = threading.Thread(target=fill)
+thread.start()
+thread.join()
+fill()
+control.hold = Hold.NOTHING
+assert codes == [0, NOT_READY] * 2
+"""
+    )
+
+
+@pytest.mark.usefixtures("control")
+def test_the_legacy_default_stream_is_waited_for_with_all_blocking_ones(cuda: Cuda) -> None:
+    cuda.run(
+        DEFAULT_STREAMS
+        + """
+from support.waiting import eventually
+target = tensor(b"o" * MIB)
+control.hold = Hold.FILLS
+call(cu.cuMemsetD8Async, target, ord("n"), MIB, free)
+call(cu.cuStreamSynchronize, legacy)
+call(cu.cuMemsetD8Async, target, ord("n"), MIB, blocking)
+assert error(cu.cuStreamQuery, legacy) == NOT_READY
+before = control.counters().main_waits
+
+def let_go():
+    eventually(lambda: control.counters().main_waits > before)
+    control.hold = Hold.NOTHING
+
+threading.Thread(target=let_go).start()
+call(cu.cuStreamSynchronize, legacy)
+assert error(cu.cuStreamQuery, blocking) == 0
+"""
+    )
 
 
 # -- registered host memory ------------------------------------------------------------------------
@@ -428,6 +529,35 @@ assert end() == {CAPTURE_INVALIDATED}
 begin(RELAXED)
 assert error(*ask) == 0
 assert end() == 0
+"""
+    )
+
+
+def test_the_legacy_default_stream_cannot_be_used_while_a_blocking_one_is_captured(
+    cuda: Cuda,
+) -> None:
+    cuda.run(
+        CAPTURE
+        + f"""
+legacy, over = cu.CUstream(1), event(other)
+for asked in (
+    (cu.cuEventRecord, over, legacy),
+    (cu.cuStreamWaitEvent, legacy, outside, 0),
+    (cu.cuMemcpyAsync, target, source, MIB, legacy),
+    (cu.cuStreamQuery, legacy),
+    (cu.cuStreamSynchronize, legacy),
+):
+    begin(RELAXED)
+    assert error(*asked) == 0
+    assert end() == 0
+    call(cu.cuCtxSynchronize)
+    side = stream(0)
+    begin(RELAXED)
+    assert error(cu.cuStreamIsCapturing, legacy) == {CAPTURE_IMPLICIT}
+    assert int(call(cu.cuStreamIsCapturing, side)) == 1
+    assert error(*asked) == {CAPTURE_IMPLICIT}
+    assert end() == {CAPTURE_INVALIDATED}
+    side = stream()
 """
     )
 

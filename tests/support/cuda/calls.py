@@ -41,8 +41,8 @@ def use_device(number: int = 0) -> None:
     call(cu.cuCtxSetCurrent, call(cu.cuDevicePrimaryCtxRetain, call(cu.cuDeviceGet, number)))
 
 
-def stream() -> Any:
-    return call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+def stream(flags: int = cu.CUstream_flags.CU_STREAM_NON_BLOCKING) -> Any:
+    return call(cu.cuStreamCreate, flags)
 
 
 def event(on: Any) -> Any:

@@ -10,13 +10,14 @@
 // - A copy from pageable host memory is staged at once; a copy to it blocks the caller.
 // - A copy to or from an address without access fails the context for good (700), as does the loss
 //   of the memory's registration or mapping while the copy is under way.
+// - The legacy default stream of a device waits for its blocking streams, and they for it. Each
+//   thread has a default stream of its own besides, which is a blocking one.
 // - Work on a stream that is being captured is not done, and cannot be waited for. While a thread
 //   captures, it and others may make few calls, unless they asked to.
 // - A forked child cannot use the driver.
 //
-// It has no kernels, runs no graphs, and has no order between the default stream and others, no
-// shared limit of a device's memory for several processes, and no speed. docs/testing.md says what
-// tests on it do not prove.
+// It has no kernels, runs no graphs, and has no shared limit of a device's memory for several
+// processes, and no speed. docs/testing.md says what tests on it do not prove.
 // Numbers without a name in this file are those of cuda.h.
 //
 // A file of one page, the control page, lets tests direct and watch processes while they run;
@@ -55,7 +56,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
        HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
        CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
-       CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999 };
+       CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999 };
 enum { CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
@@ -121,6 +122,8 @@ typedef struct Stream {
     struct Stream *next;
     pthread_cond_t work;
     Op *first, **last;
+    enum { BLOCKING, NON_BLOCKING, LEGACY } kind;  // LEGACY: the device's legacy default stream
+    int thread;                                    // whose default stream it is; 0: no thread's
     int device, is_destroyed;
     Capture *capture;  // of which its work is, from cuStreamBeginCapture or a wait on
     int is_joined;     // to the capture's origin
@@ -139,7 +142,7 @@ static size_t used[MAX_DEVICES];
 static Phys *handles;
 static Range *reserved, *mapped, *registered;
 static Event *events;
-static Stream *streams, *default_stream[MAX_DEVICES];
+static Stream *streams;
 static uint64_t sequence;
 static Context contexts[MAX_DEVICES];
 static __thread Context *current[MAX_CURRENT + 1];  // the thread's stack of contexts, from 1 on
@@ -651,6 +654,18 @@ static void run(int device, const Op *op) {
 
 static void drop(Event *event) { if (event && !--event->references) free(event); }
 
+// A device's legacy default stream and its blocking streams wait for one another, in the order in
+// which work was asked of them.
+static int are_ordered(const Stream *one, const Stream *other) {
+    return one->device == other->device && one->kind != other->kind
+        && one->kind != NON_BLOCKING && other->kind != NON_BLOCKING;
+}
+static int is_behind_another(const Stream *stream, const Op *op) {
+    for (Stream *each = streams; each; each = each->next)
+        if (are_ordered(stream, each) && each->first && each->first->sequence < op->sequence)
+            return 1;
+    return 0;
+}
 static void *work(void *argument) {
     Stream *stream = argument;
     LOCKED;
@@ -659,7 +674,8 @@ static void *work(void *argument) {
         Op *op = stream->first;
         if (!op) break;
         int device = stream->device;
-        while (op->kind == WAIT && op->event->completed < op->number && !sticky[device])
+        while ((is_behind_another(stream, op)
+                || (op->kind == WAIT && op->event->completed < op->number)) && !sticky[device])
             pthread_cond_wait(&done, &big);
         if ((op->kind == COPY || op->kind == FILL) && !failed(device)) {
             pthread_mutex_unlock(&big);
@@ -683,9 +699,9 @@ static void *work(void *argument) {
     free(stream);
     return NULL;
 }
-static Stream *new_stream(int device) {
+static Stream *new_stream(int device, int kind, int user) {
     Stream *stream = calloc(1, sizeof *stream);
-    *stream = (Stream){.next = streams, .device = device};
+    *stream = (Stream){.next = streams, .device = device, .kind = kind, .thread = user};
     stream->last = &stream->first;
     pthread_cond_init(&stream->work, NULL);
     pthread_t thread;
@@ -701,11 +717,16 @@ static Stream *new_stream(int device) {
     pthread_detach(thread);
     return streams = stream;
 }
+// cuda.h's constants: NULL and 1 are the legacy default stream, and 2 is the thread's own one.
+static Stream *default_stream(int is_own) {
+    int device = this_device(), thread = is_own ? gettid() : 0;
+    for (Stream *each = streams; each; each = each->next)
+        if (each->device == device && (is_own ? each->thread == thread : each->kind == LEGACY))
+            return each;
+    return new_stream(device, is_own ? BLOCKING : LEGACY, thread);
+}
 static Stream *find_stream(Stream *handle) {
-    if ((uintptr_t)handle <= 2) {  // NULL and cuda.h's constants 1 and 2 are the default stream
-        Stream **found = &default_stream[this_device()];
-        return *found ? *found : (*found = new_stream(this_device()));
-    }
+    if ((uintptr_t)handle <= 2) return default_stream((uintptr_t)handle == 2);
     Stream *found = streams;
     while (found && found != handle) found = found->next;
     return found && !found->is_destroyed ? found : NULL;
@@ -719,6 +740,13 @@ static int broken(Capture *capture, int error) {
     capture->is_broken = 1;
     return error;
 }
+// Return the capture that using a stream would depend on without having asked to, or NULL: each use
+// of the legacy default stream is one of all blocking streams.
+static Capture *implied(const Stream *stream) {
+    for (Stream *each = streams; each && stream->kind == LEGACY; each = each->next)
+        if (each->capture && are_ordered(stream, each)) return each->capture;
+    return NULL;
+}
 // Note an op that is part of a graph, and not done.
 static int capture(Stream *stream, Op op) {
     Capture *capture = stream->capture;
@@ -731,6 +759,7 @@ static int capture(Stream *stream, Op op) {
     return OK;
 }
 static int put(Stream *stream, Op op) {
+    if (implied(stream)) return broken(implied(stream), CAPTURE_IMPLICIT);
     if (op.kind == WAIT && op.event->capture && !stream->capture) {
         if (op.event->capture->is_over) return CAPTURED_EVENT;
         stream->capture = op.event->capture;  // which has a fork now
@@ -748,10 +777,13 @@ static int put(Stream *stream, Op op) {
     pthread_cond_signal(&stream->work);
     return OK;
 }
+// Whether a stream, or any of the device if it is NULL, has yet to do what was asked until then. For
+// the legacy default stream, it and all blocking ones.
 static int is_busy(Stream *only, int device, uint64_t until) {
     for (Stream *each = streams; each; each = each->next) {
-        if (only ? each != only : each->device != device) continue;
-        if (each->first && each->first->sequence <= until) return 1;
+        int is_meant = each == only || (only ? only->kind == LEGACY && are_ordered(only, each)
+                                             : each->device == device);
+        if (is_meant && each->first && each->first->sequence <= until) return 1;
     }
     return 0;
 }
@@ -768,7 +800,8 @@ API cuStreamCreate(Stream **stream, unsigned flags) {
     BEGIN(in_context);
     if (flags & ~1U) return INVALID_VALUE;
     LOCKED;
-    if (!(*stream = new_stream(this_device()))) return OUT_OF_MEMORY;
+    if (!(*stream = new_stream(this_device(), flags ? NON_BLOCKING : BLOCKING, 0)))
+        return OUT_OF_MEMORY;
     count(STREAMS, 1);
     return OK;
 }
@@ -789,6 +822,7 @@ API cuStreamSynchronize(Stream *handle) {
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) return broken(stream->capture, CAPTURE_UNSUPPORTED);
+    if (implied(stream)) return broken(implied(stream), CAPTURE_IMPLICIT);
     int device = stream->device;
     wait_for(stream);
     return failed(device);
@@ -800,8 +834,9 @@ API cuStreamQuery(Stream *handle) {
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) return broken(stream->capture, CAPTURE_UNSUPPORTED);
+    if (implied(stream)) return broken(implied(stream), CAPTURE_IMPLICIT);
     if (sticky[stream->device]) return sticky[stream->device];
-    return stream->first ? NOT_READY : OK;
+    return is_busy(stream, stream->device, sequence) ? NOT_READY : OK;
 }
 API cuThreadExchangeStreamCaptureMode(int *mode) {
     BEGIN(without_context);
@@ -850,6 +885,7 @@ API cuStreamIsCapturing(Stream *handle, int *status) {
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
+    if (implied(stream)) return CAPTURE_IMPLICIT;  // which breaks nothing
     *status = !stream->capture ? 0 : stream->capture->is_broken ? 2 : 1;
     return OK;
 }
@@ -1027,7 +1063,7 @@ static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchron
         return INVALID_VALUE;  // seen on an H200
     int to_host = op.to_kind != ON_DEVICE, from_host = op.from_kind != ON_DEVICE;
     int is_staged = op.from_kind == PAGEABLE, is_pageable = is_staged || op.to_kind == PAGEABLE;
-    if (stream->capture) return put(stream, op);
+    if (stream->capture || implied(stream)) return put(stream, op);
     count(COPIES, 1);
     count(to_host ? BYTES_D2H : from_host ? BYTES_H2D : BYTES_D2D, nbytes);
     if (is_pageable) count(PAGEABLE_COPIES, 1);
@@ -1091,6 +1127,7 @@ API cuGetErrorName(int error, const char **name) {
         {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
         {CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"},
         {CAPTURE_ISOLATION, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
+        {CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
         {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT"},
         {CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
         {UNKNOWN, "CUDA_ERROR_UNKNOWN"},
