@@ -307,6 +307,39 @@ assert error(cu.cuStreamQuery, blocking) == 0
     )
 
 
+def test_the_calls_of_a_threads_own_stream_are_found_where_they_are_asked_for(cuda: Cuda) -> None:
+    cuda.run(
+        START
+        + f"""
+call(cu.cuInit, 0)
+
+def found(name, flags):
+    return call(cu.cuGetProcAddress, name, 12000, flags)
+
+for name in b"cuMemcpyHtoDAsync", b"cuMemcpy", b"cuEventRecord", b"cuStreamQuery":
+    assert found(name, 0) == found(name, 1) != found(name, 2)
+assert found(b"cuMemCreate", 0) == found(b"cuMemCreate", 2)
+assert error(cu.cuGetProcAddress, b"cuInit", 12000, 4) == {INVALID_VALUE}
+"""
+    )
+
+
+@pytest.mark.usefixtures("control")
+def test_the_bindings_take_the_null_stream_for_the_threads_own_if_they_are_told_to(
+    cuda: Cuda,
+) -> None:
+    program = """
+show(own, null, True)
+show(null, own, True)
+show(blocking, null, False)
+show(null, blocking, False)
+control.fail({name: NOT_READY for name in ("cuStreamQuery", "cuMemcpy", "cuMemcpyHtoDAsync")})
+assert error(cu.cuStreamQuery, null) == error(cu.cuMemcpy, 0, 0, 1) == NOT_READY
+assert error(cu.cuMemcpyHtoDAsync, 0, b"n", 1, null) == NOT_READY
+"""
+    cuda.run(DEFAULT_STREAMS + program, CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM="1")
+
+
 # -- registered host memory ------------------------------------------------------------------------
 
 

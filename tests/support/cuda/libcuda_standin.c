@@ -56,7 +56,8 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
        HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
        CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
-       CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999 };
+       CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907,
+       CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999 };
 enum { CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
@@ -154,8 +155,7 @@ static void unlock(int *unused) { (void)unused; pthread_mutex_unlock(&big); }
 // -- the start of every call ----------------------------------------------------------------------
 
 static int planned_failure(const char *function) {
-    size_t length = strlen(function);
-    if (length > 3 && !strcmp(function + length - 3, "_v2")) length -= 3;
+    size_t length = strcspn(function, "_");  // without _v2, _ptsz and _ptds
     Failure *failures = (Failure *)((char *)control + FAILURES_AT);
     for (Failure *each = failures; each < failures + FAILURES; each++) {
         int error = (int)*(volatile uint64_t *)&each->error;
@@ -725,6 +725,7 @@ static Stream *default_stream(int is_own) {
             return each;
     return new_stream(device, is_own ? BLOCKING : LEGACY, thread);
 }
+#define OWN(handle) ((handle) ? (handle) : (Stream *)2)
 static Stream *find_stream(Stream *handle) {
     if ((uintptr_t)handle <= 2) return default_stream((uintptr_t)handle == 2);
     Stream *found = streams;
@@ -777,8 +778,8 @@ static int put(Stream *stream, Op op) {
     pthread_cond_signal(&stream->work);
     return OK;
 }
-// Whether a stream, or any of the device if it is NULL, has yet to do what was asked until then. For
-// the legacy default stream, it and all blocking ones.
+// Whether a stream, or any of the device if it is NULL, has yet to do what was asked until then. The
+// legacy default stream stands for all blocking ones, too.
 static int is_busy(Stream *only, int device, uint64_t until) {
     for (Stream *each = streams; each; each = each->next) {
         int is_meant = each == only || (only ? only->kind == LEGACY && are_ordered(only, each)
@@ -1086,6 +1087,14 @@ static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchron
         BEGIN(in_context); \
         BEGIN(unless_captured); \
         return copy(to, from, nbytes, NULL, 1); \
+    } \
+    API name##Async##version##_ptsz(Ptr to, Ptr from, size_t nbytes, Stream *stream) { \
+        return name##Async##version(to, from, nbytes, OWN(stream)); \
+    } \
+    API name##version##_ptds(Ptr to, Ptr from, size_t nbytes) { \
+        BEGIN(in_context); \
+        BEGIN(unless_captured); \
+        return copy(to, from, nbytes, OWN(NULL), 1); \
     }
 COPY_CALLS(cuMemcpy, )
 COPY_CALLS(cuMemcpyHtoD, _v2)
@@ -1102,6 +1111,21 @@ API cuMemsetD8Async(Ptr to, unsigned char value, size_t nbytes, Stream *handle) 
     Op op = {.kind = FILL, .to = to, .nbytes = nbytes, .to_kind = kind, .value = value};
     return put(stream, op);
 }
+
+// -- calls for which NULL is the thread's own default stream --------------------------------------
+
+#define OWN_CALL(name, parameters, ...) \
+    API name##_ptsz parameters { return name(__VA_ARGS__); }
+OWN_CALL(cuStreamSynchronize, (Stream *stream), OWN(stream))
+OWN_CALL(cuStreamQuery, (Stream *stream), OWN(stream))
+OWN_CALL(cuStreamBeginCapture_v2, (Stream *stream, int mode), OWN(stream), mode)
+OWN_CALL(cuStreamEndCapture, (Stream *stream, Capture **graph), OWN(stream), graph)
+OWN_CALL(cuStreamIsCapturing, (Stream *stream, int *status), OWN(stream), status)
+OWN_CALL(cuStreamWaitEvent, (Stream *stream, Event *event, unsigned flags),
+         OWN(stream), event, flags)
+OWN_CALL(cuEventRecord, (Event *event, Stream *stream), event, OWN(stream))
+OWN_CALL(cuMemsetD8Async, (Ptr to, unsigned char value, size_t nbytes, Stream *stream),
+         to, value, nbytes, OWN(stream))
 
 // -- names ----------------------------------------------------------------------------------------
 
@@ -1141,14 +1165,19 @@ API cuGetErrorName(int error, const char **name) {
 // cuda-bindings and libcudart find every other call through this one.
 API cuGetProcAddress_v2(const char *symbol, void **found, int version, uint64_t flags,
                         int *status) {
-    (void)version, (void)flags;
+    (void)version;
+    enum { LEGACY_STREAM = 1, PER_THREAD_DEFAULT_STREAM = 2, OF_THREAD = 4 };
+    static const char *endings[] = {"_v2_ptsz", "_v2_ptds", "_ptsz", "_ptds", "_v2", ""};
+    if (flags & ~(LEGACY_STREAM | PER_THREAD_DEFAULT_STREAM)) return INVALID_VALUE;
     Dl_info info;
     char name[128];
     void *self = NULL;
     if (dladdr((void *)cuInit, &info)) self = dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-    snprintf(name, sizeof name, "%s_v2", symbol);
-    *found = self ? dlsym(self, name) : NULL;
-    if (self && !*found) *found = dlsym(self, symbol);
+    *found = NULL;
+    for (int i = flags & PER_THREAD_DEFAULT_STREAM ? 0 : OF_THREAD; self && !*found && i < 6; i++) {
+        snprintf(name, sizeof name, "%s%s", symbol, endings[i]);
+        *found = dlsym(self, name);
+    }
     if (self) dlclose(self);
     if (status) *status = *found ? 0 : 1;  // 1: CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
     return OK;
