@@ -905,13 +905,59 @@ use_device()
 assert call(cu.cuDeviceTotalMem, 0) == 8 * MIB
 handle = create(6 * MIB)[1]
 assert error(create, 4 * MIB) == error(cu.cuMemAlloc, 3 * MIB) == {OUT_OF_MEMORY}
+fd = export(handle)
+same = import_fd(fd)[1]
 address = call(cu.cuMemAlloc, 2 * MIB)
+call(cu.cuMemRelease, same)
 call(cu.cuMemRelease, handle)
 assert error(cu.cuMemRelease, handle) == {INVALID_VALUE}
 call(cu.cuMemFree, address)
+assert error(create, 8 * MIB) == {OUT_OF_MEMORY}
+os.close(fd)
 assert error(create, 8 * MIB) == 0
 """
     )
+
+
+def test_processes_share_the_memory_of_a_device(cuda: Cuda, control: Control) -> None:
+    control.device_bytes = 8 * MIB
+    program = """
+use_device()
+taken = call(cu.cuMemAlloc, 6 * MIB)
+say("took")
+"""
+    other = """
+call(cu.cuInit, 0)
+say(error(create, 4 * MIB))
+say(error(create, 4 * MIB))
+"""
+    one = cuda.start(START + program)
+    assert heard(one) == "took"
+    two = cuda.start(START + other)
+    assert heard(two) == str(OUT_OF_MEMORY)
+    one.kill()
+    one.wait()
+    answer(two)
+    assert heard(two) == "0"
+
+
+def test_processes_that_take_memory_at_once_take_no_more_than_there_is(
+    cuda: Cuda, control: Control
+) -> None:
+    control.device_bytes = 64 * MIB
+    program = """
+call(cu.cuInit, 0)
+say("ready")
+taken = 0
+while not error(create, 2 * MIB):
+    taken += 1
+say(taken)
+"""
+    scripts = [cuda.start(START + program) for _ in range(2)]
+    assert [heard(script) for script in scripts] == ["ready"] * 2
+    for script in scripts:
+        answer(script)
+    assert sum(int(heard(script)) for script in scripts) == 32
 
 
 # -- what a killed process leaves ------------------------------------------------------------------

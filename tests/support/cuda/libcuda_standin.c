@@ -6,7 +6,8 @@
 //   not wait for a copy therefore sees old bytes, or half of the new ones.
 // - Device addresses are not host addresses: a CPU that touches one gets SIGSEGV.
 // - Physical memory (cuMemCreate) is apart from addresses (cuMemMap). It lives as long as any
-//   process holds a handle, a mapping or an exported descriptor of it.
+//   process holds a handle, a mapping or an exported descriptor of it. All processes with one
+//   control page share what a device has.
 // - A copy from pageable host memory is staged at once; a copy to it blocks the caller.
 // - A copy to or from an address without access fails the context for good (700), as does the loss
 //   of the memory's registration or mapping while the copy is under way.
@@ -16,8 +17,8 @@
 //   captures, it and others may make few calls, unless they asked to.
 // - A forked child cannot use the driver.
 //
-// It has no kernels, runs no graphs, and has no shared limit of a device's memory for several
-// processes, and no speed. docs/testing.md says what tests on it do not prove.
+// It has no kernels, runs no graphs and has no speed. docs/testing.md says what tests on it do not
+// prove.
 // Numbers without a name in this file are those of cuda.h.
 //
 // A file of one page, the control page, lets tests direct and watch processes while they run;
@@ -33,6 +34,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -41,6 +43,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -139,7 +142,6 @@ static pthread_cond_t done = PTHREAD_COND_INITIALIZER;
 static volatile uint64_t *control;
 static atomic_int devices, owner, sticky[MAX_DEVICES], retained[MAX_DEVICES];
 static int outlives;
-static size_t used[MAX_DEVICES];
 static Phys *handles;
 static Range *reserved, *mapped, *registered;
 static Event *events;
@@ -371,7 +373,6 @@ static void unref(Phys *phys) {
     if (--phys->references) return;
     munmap(phys->bytes, phys->nbytes);
     close(phys->fd);
-    used[phys->device] -= phys->nbytes;
     free(phys);
 }
 static int new_phys(Phys **out, int fd, size_t nbytes, int device, int is_exportable) {
@@ -382,20 +383,52 @@ static int new_phys(Phys **out, int fd, size_t nbytes, int device, int is_export
     }
     *out = malloc(sizeof **out);
     **out = (Phys){NULL, fd, device, is_exportable, 1, nbytes, bytes};
-    used[device] += nbytes;
     return OK;
+}
+// Return the bytes of a device that any process with this control page keeps alive, as descriptors
+// show: so a killed one gives back what it had.
+static size_t used(int device) {
+    char wanted[64], name[64];
+    const char *format = "/memfd:cuda-standin:%lx:%d:";
+    int length = snprintf(wanted, sizeof wanted, format, control[ID], device);
+    size_t nbytes = 0, number = 0;
+    glob_t found;
+    if (glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &found)) return 0;
+    ino_t *counted = calloc(found.gl_pathc, sizeof *counted);
+    for (char **path = found.gl_pathv; *path; path++) {
+        struct stat memory;
+        if (readlink(*path, name, sizeof name) < length || memcmp(name, wanted, length)) continue;
+        if (stat(*path, &memory)) continue;
+        size_t at = 0;
+        while (at < number && counted[at] != memory.st_ino) at++;
+        if (at < number) continue;
+        counted[number++] = memory.st_ino;
+        nbytes += memory.st_size;
+    }
+    free(counted);
+    globfree(&found);
+    return nbytes;
 }
 static int create(Phys **out, size_t nbytes, int device, int is_exportable) {
     uint64_t limit = control[DEVICE_BYTES];
-    if (limit && used[device] + nbytes > limit) return OUT_OF_MEMORY;
+    int turn = -1, error = OUT_OF_MEMORY;
+    if (limit) {  // one process after the other looks what is left, and takes it
+        turn = open(getenv("CUDA_STANDIN_CONTROL"), O_RDONLY | O_CLOEXEC);
+        flock(turn, LOCK_EX);
+    }
     char name[64];  // tells an importer what the memory is, and standin.py whose it is
     snprintf(name, sizeof name, "cuda-standin:%lx:%d:%d", control[ID], device, is_exportable);
-    int fd = memfd_create(name, MFD_CLOEXEC);
+    int fd = limit && used(device) + nbytes > limit ? -1 : memfd_create(name, MFD_CLOEXEC);
     if (fd >= 0 && ftruncate(fd, nbytes)) {
         close(fd);
-        return OUT_OF_MEMORY;
+        fd = -1;
     }
-    return new_phys(out, fd, nbytes, device, is_exportable);
+    if (fd >= 0) error = new_phys(out, fd, nbytes, device, is_exportable);
+    if (limit) {
+        flock(turn, LOCK_UN);  // a child that was forked meanwhile has the descriptor, too
+        close(turn);
+    }
+    return error;
 }
 static Phys **find_handle(Phys *handle) {
     Phys **link = &handles;
@@ -778,8 +811,8 @@ static int put(Stream *stream, Op op) {
     pthread_cond_signal(&stream->work);
     return OK;
 }
-// Whether a stream, or any of the device if it is NULL, has yet to do what was asked until then. The
-// legacy default stream stands for all blocking ones, too.
+// Whether a stream has yet to do what was asked until then, or any of the device if it is NULL. The
+// legacy default stream stands for the blocking ones, too.
 static int is_busy(Stream *only, int device, uint64_t until) {
     for (Stream *each = streams; each; each = each->next) {
         int is_meant = each == only || (only ? only->kind == LEGACY && are_ordered(only, each)

@@ -136,7 +136,7 @@ class Control:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of each device, of which each process may have all; 0: any amount."""
+        """Memory of each device, for all processes together; 0: any amount."""
         return self._words[DEVICE_BYTES]
 
     @device_bytes.setter
