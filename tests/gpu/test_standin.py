@@ -417,30 +417,44 @@ call(cu.cuMemcpyAsync, device, address + 2 * MIB, MIB, side)
         assert (counters.split_copies, counters.pageable_copies, counters.copies) == (4, 1, 3)
 
 
-def test_other_threads_copy_while_memory_is_being_registered(cuda: Cuda, control: Control) -> None:
-    control.register_delay_us = 60_000_000
-    program = """
+@pytest.mark.usefixtures("control")
+def test_other_threads_queue_nothing_while_memory_is_being_registered(cuda: Cuda) -> None:
+    cuda.run(
+        START
+        + """
+from support.cuda.standin import Control
+from support.waiting import eventually
 use_device()
-address = host(MIB)
+control = Control.of_this_process()
+device, address, side = call(cu.cuMemAlloc, MIB), pinned(MIB), stream()
+over = event(side)
+
 def register():
     use_device()
-    call(cu.cuMemHostRegister, address, MIB, 0)
-thread = threading.Thread(target=register)
-thread.start()
-device = tensor(b"n" * MIB)
-assert read(device, MIB) == b"n" * MIB
-say("copied")
-thread.join()
-say("registered")
+    pinned(MIB)
+
+def let_go():
+    if not returned.wait(0.1):
+        control.register_delay_us = 0
+
+for number, asked in enumerate((
+    (cu.cuMemcpyAsync, address, device, MIB, side),
+    (cu.cuMemsetD8Async, device, 1, MIB, side),
+    (cu.cuEventRecord, over, side),
+    (cu.cuStreamWaitEvent, side, over, 0),
+), 1):
+    call(cu.cuCtxSynchronize)
+    control.register_delay_us, returned = 60_000_000, threading.Event()
+    threading.Thread(target=register, daemon=True).start()
+    eventually(lambda: control.counters().register_calls == number + 1)
+    call(cu.cuEventQuery, over)
+    assert control.counters().registrations == number
+    threading.Thread(target=let_go, daemon=True).start()
+    call(*asked)
+    returned.set()
+    assert control.counters().registrations == number + 1
 """
-    script = cuda.start(START + program)
-    assert heard(script) == "copied"
-    eventually(lambda: control.counters().register_calls == 1, what="the call")
-    assert control.counters().registrations == 0
-    control.register_delay_us = 0
-    answer(script)
-    assert heard(script) == "registered"
-    assert control.counters().registrations == 1
+    )
 
 
 # -- graphs ----------------------------------------------------------------------------------------

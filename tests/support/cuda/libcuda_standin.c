@@ -13,6 +13,7 @@
 //   of the memory's registration or mapping while the copy is under way.
 // - The legacy default stream of a device waits for its blocking streams, and they for it. Each
 //   thread has a default stream of its own besides, which is a blocking one.
+// - Nothing is queued on a stream of a process while it registers host memory.
 // - Work on a stream that is being captured is not done, and cannot be waited for. While a thread
 //   captures, it and others may make few calls, unless they asked to.
 // - A forked child cannot use the driver.
@@ -195,6 +196,16 @@ static int unless_captured(const char *function) {
         if (each->capture) each->capture->is_broken = 1;
     return CAPTURE_UNSUPPORTED;
 }
+
+// While a thread registers host memory, others of the process wait with what they queue on streams.
+static atomic_int registering;
+static int after_registering(const char *function) {
+    (void)function;
+    while (registering) usleep(50);
+    return OK;
+}
+static void end_registering(int *unused) { (void)unused; registering--; }
+#define REGISTERING __attribute__((cleanup(end_registering), unused)) int here_ = registering++
 
 static void count(int word, uint64_t by) {
     __atomic_add_fetch(control + word, by, __ATOMIC_RELAXED);
@@ -953,6 +964,7 @@ API cuEventDestroy_v2(Event *event) {
 }
 API cuEventRecord(Event *event, Stream *handle) {
     BEGIN(in_context);
+    BEGIN(after_registering);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream || !find_event(event) || event->device != stream->device) return INVALID_HANDLE;
@@ -960,6 +972,7 @@ API cuEventRecord(Event *event, Stream *handle) {
 }
 API cuStreamWaitEvent(Stream *handle, Event *event, unsigned flags) {
     BEGIN(in_context);
+    BEGIN(after_registering);
     if (flags) return INVALID_VALUE;
     LOCKED;
     Stream *stream = find_stream(handle);
@@ -1015,6 +1028,7 @@ static int protection(Ptr at, size_t nbytes) {
     return nbytes ? 0 : common;
 }
 API cuMemHostRegister_v2(void *at, size_t nbytes, unsigned flags) {
+    REGISTERING;
     if (devices) count(REGISTER_CALLS, 1);
     BEGIN(in_context);
     BEGIN(unless_captured);
@@ -1083,6 +1097,7 @@ static int kind_of(Ptr at, size_t nbytes) {
 // for the destination.
 static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchronous) {
     if (!nbytes) return OK;
+    BEGIN(after_registering);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
@@ -1136,6 +1151,7 @@ COPY_CALLS(cuMemcpyDtoD, _v2)
 
 API cuMemsetD8Async(Ptr to, unsigned char value, size_t nbytes, Stream *handle) {
     BEGIN(in_context);
+    BEGIN(after_registering);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;

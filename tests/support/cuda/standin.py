@@ -118,7 +118,7 @@ class Control:
 
     @property
     def register_delay_us(self) -> int:
-        """Time that each cuMemHostRegister takes."""
+        """Time that each cuMemHostRegister takes, in which its process queues no work."""
         return self._words[REGISTER_DELAY_US]
 
     @register_delay_us.setter
