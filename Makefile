@@ -28,10 +28,14 @@ system:
 	$(call debian,libnuma1,ldconfig -p | grep libnuma.so.1)
 	$(call debian,libcurl4,ldconfig -p | grep libcurl.so.4)
 
+.PHONY: compiler
+compiler:
+	$(call debian,gcc libc6-dev,gcc -E -include pthread.h -x c /dev/null)
+
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
 # a Prometheus, a C compiler, a browser, Compose, what renders man pages.
 .PHONY: test-system
-test-system:
+test-system: compiler
 	$(call debian,redis-server,command -v redis-server)
 	$(call debian,iproute2,command -v ip && command -v tc)
 	$(call debian,util-linux,command -v setpriv && command -v nsenter)
@@ -39,14 +43,13 @@ test-system:
 	$(call debian,openssl,command -v openssl)
 	$(call debian,prometheus,command -v prometheus && command -v promtool)
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
-	$(call debian,gcc libc6-dev,gcc -E -include pthread.h -x c /dev/null)
 	$(call debian,docker-compose,command -v docker-compose)
 	$(call debian,groff-base,command -v groff)
 	$(call debian,chromium fonts-dejavu-core,command -v chromium)
 
 # The stand-in for CUDA's driver, which tests load in place of NVIDIA's.
 STANDIN := build/standin/libcuda.so.1
-$(STANDIN): tests/support/cuda/libcuda_standin.c | test-system
+$(STANDIN): tests/support/cuda/libcuda_standin.c | compiler
 	@mkdir -p $(@D)
 	gcc -std=gnu11 -O1 -g -Wall -Wextra -fvisibility=hidden -shared -fPIC -pthread \
 	  -Wl,-soname,$(@F) -o $@.new $<
