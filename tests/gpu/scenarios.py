@@ -141,7 +141,7 @@ def loads_of_a_step(address: str) -> dict:
 
 
 def end_is_asked_amid_a_step(address: str) -> dict:
-    """A load's hold ends within its step: the next one's lasts until its own copy is over."""
+    """One load of a step is waited for: the hold of the next lasts until its own copy is over."""
     with Client(address) as client:
         pin(client)
         for byte, key in enumerate("kl"):
@@ -149,8 +149,7 @@ def end_is_asked_amid_a_step(address: str) -> dict:
         await_ends()
         held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
         with copies.for_number(gpu.device).together():
-            first = load(client, "k", non_blocking=True)
-            eventually(lambda: not held())
+            first = load(client, "k")
             control.hold, waits = Hold.START, Calls("cuEventSynchronize")
             second = load(client, "l", non_blocking=True)
         eventually(lambda: waits.count or not held(), "the end of that copy is waited for")
@@ -159,6 +158,43 @@ def end_is_asked_amid_a_step(address: str) -> dict:
         right = is_right(first, 0) and is_right(second, 1)
         eventually(lambda: not held())
     return {"early": is_early, "right": right}
+
+
+def holds_of_a_step_end_after_it(address: str) -> dict:
+    """How many holds the thread that ends them has got by then, in a step and after it."""
+    with Client(address) as client:
+        pin(client)
+        for key in "klmn":
+            put(client, key, 3)
+        together, given = copies.for_number(gpu.device).together, completions._ends._later.qsize
+        may_ask = keep_ends_waiting()
+        eventually(lambda: not given())
+        found, loaded = [], []
+
+        def load_and_count(key: str) -> None:
+            loaded.append(load(client, key, non_blocking=True))
+            found.append(given())
+
+        with together():
+            load_and_count("k")
+            with together():
+                load_and_count("l")
+            found.append(given())
+        found.append(given())
+        with contextlib.suppress(KeyError), together():
+            load_and_count("m")
+            raise KeyError
+        found.append(given())
+        completions.MAX_GATHERED = 1
+        with together():
+            load_and_count("n")
+        may_ask.set()
+        await_ends()
+        recorded = Calls("cuEventRecord")
+        loaded += load_together(client, "klmn")
+        await_ends()
+        right = all(is_right(each, 3) for each in loaded)
+    return {"given": found, "records": recorded.count, "right": right}
 
 
 def one_load_of_a_step_fails(address: str) -> dict:

@@ -269,6 +269,16 @@ def test_loads_of_a_step_are_whole_at_its_end(scenario: Scenario) -> None:
     assert scenario("loads_of_a_step") == {"right": [True] * 4, "faults": 0}
 
 
+def test_holds_of_a_step_wake_no_thread_before_its_end(scenario: Scenario) -> None:
+    found = scenario("holds_of_a_step_end_after_it")
+    within, after, and_after_an_error, when_many = [0, 0, 0], 2, [2, 3], 4
+    assert found == {
+        "given": [*within, after, *and_after_an_error, when_many],
+        "records": 1,
+        "right": True,
+    }
+
+
 @DIRECTED
 def test_a_load_is_held_though_one_of_its_step_has_ended(scenario: Scenario) -> None:
     assert scenario("end_is_asked_amid_a_step") == {"early": False, "right": True}

@@ -7,7 +7,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ecd_client import clock
@@ -22,8 +22,17 @@ FAILED_S = 1.0
 """How long a GPU that reports an error may continue copies, as after its process's end (D1)."""
 GATHER_S = 0.0005
 """How long the thread waits once a hold has woken it: further holds of a step then wake nobody."""
+MAX_GATHERED = 64
+"""Holds that are kept back for `gathering` before the thread gets them: pins are some hundred."""
 MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
+
+
+class _Thread(threading.local):
+    """One thread's part of `gathering`."""
+
+    gathered: list[tuple[list[Event], Callable[[], None], float]] | None = None
+    """What it has kept back; None: it keeps nothing back."""
 
 
 class _Ends:
@@ -32,6 +41,7 @@ class _Ends:
     def __init__(self) -> None:
         self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None], float]]
         self._later = queue.SimpleQueue()
+        self._own = _Thread()
         self._failing_s: float | None = None  # since when each wait has failed
         self._has_thread = self._has_failed = False
 
@@ -43,7 +53,33 @@ class _Ends:
                 self._has_thread = True  # perhaps the second, which does no harm
 
     def add(self, events: list[Event], end: Callable[[], None]) -> None:
-        self._later.put((events, end, clock.now_s()))
+        added, gathered = (events, end, clock.now_s()), self._own.gathered
+        if gathered is None:
+            self._later.put(added)
+            self._see_to_it()
+        else:
+            gathered.append(added)
+            if len(gathered) >= MAX_GATHERED:
+                self.hand_over()
+                self.gather()
+
+    def gather(self) -> bool:
+        """Keep back what the calling thread adds, until `hand_over`. False: it is kept already."""
+        is_first = self._own.gathered is None
+        if is_first:
+            self._own.gathered = []
+        return is_first
+
+    def hand_over(self) -> None:
+        """Give the thread what was kept back."""
+        gathered, self._own.gathered = self._own.gathered, None
+        if gathered:
+            for added in gathered:
+                self._later.put(added)
+            self._see_to_it()
+
+    def _see_to_it(self) -> None:
+        """Have the thread do what is in the queue, or do it here if there can be none."""
         self.start()
         if not self._has_thread:
             with contextlib.suppress(queue.Empty):
@@ -153,6 +189,20 @@ def after_failure(end: Callable[[], None]) -> None:
         end()
 
     _ends.add([], end_late)
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[None]:
+    """Give the thread what the caller adds in the body when that is over, so as not to wake it.
+
+    Woken before, it would compete with the body for the interpreter.
+    """
+    is_outermost = _ends.gather()
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _ends.hand_over()  # of a forked child nothing, as the holds are the parent's
 
 
 def start() -> None:

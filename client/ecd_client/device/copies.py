@@ -61,9 +61,10 @@ class Copies:
 
         The current stream sees their tensors whole from the end of the body on, not before. An
         event of theirs that is asked for in the body is recorded then, and later loads get another.
+        Holds that are given up in the body end after it.
         Raises DeviceError at the end of the body: all loads are over, and no tensor may be used.
         """
-        with self._driver.on(self.device):
+        with completions.gathering(), self._driver.on(self.device):
             outer = self._thread.ends
             ends: dict[tuple[int, int], Event] = {}
             self._thread.ends = ends
