@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -85,34 +86,43 @@ gpu = StandinGpu.use(int(os.environ.get("GPU", "0")))
 
 
 def calls_are_counted(address: str) -> dict:
-    """Calls of the driver on the thread of an engine's step, once all has been used before."""
+    """Calls of the driver by the thread of an engine's step, and by others, once all is in use."""
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for the copies again
     keys = "k", "l", "m", "n"
     with Client(address) as client:
         pin(client)
         has_near = bool(client._connection.session()._dma._devices)
+        promotes = near_of(client)._side if has_near else None
         tensor = gpu.encode(SHAPE, torch.uint8, 1)
         for key in keys:
             client.put_async(key, tensor).result(HANG_S)
-        if has_near:
-            near_of(client)
-            eventually(lambda: all(is_near(client, key) for key in keys))
         load(client, "k", non_blocking=True)
         spare = [driver.Event(gpu.device, gpu.stream.cuda_stream) for _ in range(4)]
         for event in spare:
             event.wait()
         del event, spare  # as an engine has events to use again after some steps
+        await_ends()
         calls = CallsByThread(gpu)
-        control.hold = Hold.START  # no copy is over before the item is closed
-        may_ask = keep_ends_waiting()
-        made = {
-            "load": calls.of(lambda: load(client, "k", non_blocking=True)),
-            "put": calls.of(lambda: client.put_async("o", tensor)),
-            "step of four": calls.of(lambda: load_together(client, keys)),
+
+        def made_by(do: Callable[[], object]) -> dict[str, int]:
+            before = calls.counts.copy()
+            control.hold, may_ask = Hold.START, keep_ends_waiting()  # until the item is closed
+            queued = do()
+            control.hold = Hold.NOTHING
+            may_ask.set()
+            if isinstance(queued, Future):
+                assert queued.result(HANG_S)
+            if promotes is not None:
+                promotes.submit(int).result(HANG_S)
+            await_ends()
+            return calls.since(before)
+
+        return {
+            "load": made_by(lambda: load(client, "k", non_blocking=True)),
+            "put": made_by(lambda: client.put_async("o", tensor)),
+            "step of four": made_by(lambda: load_together(client, keys)),
+            "near": has_near and is_near(client, "k"),
         }
-        may_ask.set()
-        copies_near = has_near and is_near(client, "k")
-        control.hold = Hold.NOTHING
-        return made | {"near": copies_near}
 
 
 def keep_ends_waiting() -> threading.Event:

@@ -94,7 +94,14 @@ def test_a_step_makes_few_calls_of_the_driver(
 ) -> None:
     daemon = make_near(nbytes).start()
     found = run(cuda, "calls_are_counted", daemon)
-    assert found == {"load": load, "put": 5, "step of four": step, "near": nbytes != "0"}
+    near = nbytes != "0"
+    copying = {"ecd-put": 8} | ({"ecd-promote": 8} if near else {})
+    assert found == {
+        "load": {"caller": load, "ecd-ends": 1},
+        "put": {"caller": 5} | copying,
+        "step of four": {"caller": step, "ecd-ends": 1},
+        "near": near,
+    }
 
 
 def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:

@@ -96,7 +96,11 @@ class _Ends:
         except queue.Empty:
             added = self._later.get()
             clock.sleep(GATHER_S)
-        self._end(*added)
+        events, end, added_s = added
+        if events:
+            with contextlib.suppress(DeviceError):  # the wait will say so
+                events[0].stay_on_device()
+        self._end(events, end, added_s)
 
     def _end(self, events: list[Event], end: Callable[[], None], added_s: float) -> None:
         def left_s() -> float:

@@ -202,11 +202,8 @@ class CallsByThread:
 
         return uncounted
 
-    def of(self, do: Callable[[], object]) -> int:
-        """How many this thread makes in `do`."""
+    def since(self, before: Counter[str]) -> dict[str, int]:
+        """Calls since the counts were so, by thread; this one is the "caller"."""
         own = threading.current_thread().name
-        before = self.counts[own]
-        done = do()
-        made = self.counts[own] - before
-        del done
-        return made
+        made = (self.counts.copy() - before).items()
+        return {"caller" if name == own else name.partition("_")[0]: n for name, n in made}
