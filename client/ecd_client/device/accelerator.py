@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -58,14 +59,24 @@ class Accelerator(Protocol):
         """
 
 
+MAX_STREAMS = 64
+"""Streams that were current for a load whose objects of torch's are kept: making one takes long."""
+
+
 class TorchCuda:
-    """NVIDIA's GPUs, by torch. No test without a GPU runs these lines."""
+    """NVIDIA's GPUs, by torch. Tests without a GPU run only `empty`, on a torch that is none."""
 
     def __init__(self) -> None:
         from torch import _C, cuda
 
         self._cuda: Any = cuda
+        self._torch: Any = _C
         self._raw_stream: Any = _C._cuda_getCurrentRawStream
+        self._stream_of = functools.lru_cache(MAX_STREAMS)(self._new_stream_of)
+
+    def _new_stream_of(self, number: int, device: int, kind: int) -> Any:
+        """torch's object of a stream that it names so, as its `current_stream` makes them."""
+        return self._cuda.Stream(stream_id=number, device_index=device, device_type=kind)
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.get_device() if tensor.is_cuda else None
@@ -88,14 +99,30 @@ class TorchCuda:
     ) -> torch.Tensor:
         import torch
 
+        place = torch.device("cuda", device)
         try:
-            with contextlib.nullcontext() if stream is None else self._cuda.stream(stream):
-                made = torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
+            if stream is None:
+                return torch.empty(shape, dtype=dtype, device=place)
+            with self._on(device):
+                current = self._torch._cuda_getCurrentStream(device)
+                try:
+                    self._make_current(stream.stream_id, stream.device_index, stream.device_type)
+                    made = torch.empty(shape, dtype=dtype, device=place)
+                finally:
+                    self._make_current(*current)
         except torch.OutOfMemoryError as error:
             raise DeviceBusy(str(error)) from None
-        if stream is not None:
-            made.record_stream(self._cuda.current_stream(device))
+        made.record_stream(self._stream_of(*current))
         return made
+
+    def _on(self, device: int) -> contextlib.AbstractContextManager[Any]:
+        """Have torch's current device be this one: its choice of a stream changes the device."""
+        is_current = self._torch._cuda_getDevice() == device
+        return contextlib.nullcontext() if is_current else self._cuda.device(device)
+
+    def _make_current(self, number: int, device: int, kind: int) -> None:
+        """As `torch.cuda.set_stream`, which takes a stream's object."""
+        self._torch._cuda_setStream(stream_id=number, device_index=device, device_type=kind)
 
     def view(
         self, address: int, nbytes: int, device: int, unused: Callable[[], None]
