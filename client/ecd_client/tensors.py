@@ -167,7 +167,11 @@ def device_view(held: HeldCopy, dtype: str, shape: tuple[int, ...], copies: Copi
 def private_copy(
     view: memoryview, dtype: str, shape: tuple[int, ...], device: torch.device | str
 ) -> torch.Tensor:
-    """A tensor with the bytes of `view` on `device`, complete when this returns."""
+    """A tensor with the bytes of `view` on `device`, complete when this returns.
+
+    Raises torch.OutOfMemoryError where a GPU has no memory left, not even what torch keeps for the
+    current stream.
+    """
     if isinstance(device, str):
         device = torch.device(device)
     if device.type == "cpu" and view.nbytes:
@@ -182,8 +186,11 @@ def private_copy(
         return tensor.to(device, copy=True)
     current = torch.cuda.current_stream(device)
     stream = _side_stream(device)
-    with torch.cuda.stream(stream):
-        copy = tensor.to(device, non_blocking=True, copy=True)
+    try:
+        with torch.cuda.stream(stream):
+            copy = tensor.to(device, non_blocking=True, copy=True)
+    except torch.OutOfMemoryError:
+        return tensor.to(device, copy=True)
     stream.synchronize()
     copy.record_stream(current)
     return copy

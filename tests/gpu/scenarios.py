@@ -483,6 +483,23 @@ def memory_is_left_for_the_model(address: str) -> dict:
         return {"waited for": is_early, "right": is_right(copy, 12)}
 
 
+def memory_is_left_for_loads(address: str) -> dict:
+    """The device has no memory but what torch keeps for loads from the host's pool."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([7]) * MIB)
+        near_of(client)
+        eventually(lambda: is_right(load(client, "k"), 7) and is_near(client, "k"))
+        gpu.wait()
+        control.fail({"cuMemAlloc": 2})
+        of_the_model = []
+        with contextlib.suppress(MemoryError):
+            while True:
+                of_the_model.append(gpu.encode(SHAPE, torch.uint8, 1))
+        before = control.counters().bytes_d2d
+        right = is_right(load(client, "k", non_blocking=True), 7)
+        return {"right": right, "device to device": control.counters().bytes_d2d - before}
+
+
 def holds_of_a_failed_device(address: str) -> dict:
     """Its time for copies that it may continue is the same for all of them."""
     asked_s, sleep = [], clock.sleep

@@ -125,6 +125,13 @@ def test_a_device_pool_that_is_too_small_evicts_copies_alone(cuda: Cuda, near: D
     near.check_nothing_leaked()
 
 
+@pytest.mark.usefixtures("control")
+def test_a_copy_is_loaded_into_memory_that_torch_keeps_for_loads(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "memory_is_left_for_loads", near)
+    assert found == {"right": True, "device to device": MIB}
+    near.check_nothing_leaked()
+
+
 def test_an_item_gets_its_own_bytes_where_its_key_has_others_by_now(
     cuda: Cuda, near: Daemon
 ) -> None:

@@ -129,17 +129,25 @@ class Copies:
         return shared
 
     def _new(
-        self, shape: tuple[int, ...], dtype: torch.dtype, current: int, is_near: bool
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        current: int,
+        is_near: bool,
+        is_last: bool = False,
     ) -> tuple[torch.Tensor, int]:
         """A tensor to load into, and the stream for that. Raises DeviceError.
 
-        Without memory for another stream there may be some that torch keeps for the current one.
+        Without memory for one stream there may be some that torch keeps for the other.
         """
-        if not is_near:
-            with contextlib.suppress(DeviceBusy):
-                loads = self._loads
-                return self._gpu.empty(shape, dtype, self.device, loads), loads.cuda_stream
-        return self._gpu.empty(shape, dtype, self.device), current
+        try:
+            if is_near:
+                return self._gpu.empty(shape, dtype, self.device), current
+            return self._gpu.empty(shape, dtype, self.device, self._loads), self._loads.cuda_stream
+        except DeviceBusy:
+            if is_last:
+                raise
+        return self._new(shape, dtype, current, not is_near, is_last=True)
 
     def view(
         self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype, end: Callable[[], None]
