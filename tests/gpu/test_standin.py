@@ -609,8 +609,8 @@ for asked in (
     )
 
 
-@pytest.mark.usefixtures("control")  # no documentation says so
 def test_a_capture_is_broken_by_asking_for_its_event(cuda: Cuda) -> None:
+    """A guess: no documentation says so."""
     cuda.run(
         CAPTURE
         + f"""
