@@ -171,7 +171,7 @@ def end_is_asked_amid_a_step(address: str) -> dict:
 
 
 def holds_of_a_step_end_after_it(address: str) -> dict:
-    """How many holds the thread that ends them has got by then, in a step and after it."""
+    """How often the thread that ends holds was given some by then, in a step and after it."""
     with Client(address) as client:
         pin(client)
         for key in "klmn":

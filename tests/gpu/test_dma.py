@@ -271,7 +271,7 @@ def test_loads_of_a_step_are_whole_at_its_end(scenario: Scenario) -> None:
 
 def test_holds_of_a_step_wake_no_thread_before_its_end(scenario: Scenario) -> None:
     found = scenario("holds_of_a_step_end_after_it")
-    within, after, and_after_an_error, when_many = [0, 0, 0], 2, [2, 3], 4
+    within, after, and_after_an_error, when_many = [0, 0, 0], 1, [1, 2], 3
     assert found == {
         "given": [*within, after, *and_after_an_error, when_many],
         "records": 1,

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,14 @@ MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
 
+Added = tuple[list["Event"], Callable[[], None], float]
+"""What is to be over, what to call then, and when it was added."""
+
+
 class _Thread(threading.local):
     """One thread's part of `gathering`."""
 
-    gathered: list[tuple[list[Event], Callable[[], None], float]] | None = None
+    gathered: deque[Added] | None = None
     """What it has kept back; None: it keeps nothing back."""
 
 
@@ -39,9 +44,8 @@ class _Ends:
     """A queue of work to do after copies, and its thread."""
 
     def __init__(self) -> None:
-        self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None], float]]
-        self._later = queue.SimpleQueue()
-        self._own = _Thread()
+        self._later: queue.SimpleQueue[deque[Added]] = queue.SimpleQueue()
+        self.own = _Thread()
         self._failing_s: float | None = None  # since when each wait has failed
         self._has_thread = self._has_failed = False
 
@@ -53,38 +57,30 @@ class _Ends:
                 self._has_thread = True  # perhaps the second, which does no harm
 
     def add(self, events: list[Event], end: Callable[[], None]) -> None:
-        added, gathered = (events, end, clock.now_s()), self._own.gathered
+        added, gathered = (events, end, clock.now_s()), self.own.gathered
         if gathered is None:
-            self._later.put(added)
-            self._see_to_it()
+            self.give(deque([added]))
         else:
             gathered.append(added)
             if len(gathered) >= MAX_GATHERED:
-                self.hand_over()
-                self.gather()
+                self.give(gathered)
 
-    def gather(self) -> bool:
-        """Keep back what the calling thread adds, until `hand_over`. False: it is kept already."""
-        is_first = self._own.gathered is None
-        if is_first:
-            self._own.gathered = []
-        return is_first
+    def give(self, gathered: deque[Added]) -> None:
+        """Have the thread do what was gathered, or do it here if there can be none.
 
-    def hand_over(self) -> None:
-        """Give the thread what was kept back."""
-        gathered, self._own.gathered = self._own.gathered, None
-        if gathered:
-            for added in gathered:
-                self._later.put(added)
-            self._see_to_it()
-
-    def _see_to_it(self) -> None:
-        """Have the thread do what is in the queue, or do it here if there can be none."""
+        What is given twice is done once.
+        """
+        self._later.put(gathered)
         self.start()
         if not self._has_thread:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._end(*self._later.get_nowait())
+            came: BaseException | None = None
+            while not self._later.empty():
+                try:
+                    self._end_all(self._later.get_nowait())
+                except BaseException as error:
+                    came = came or error
+            if came is not None:
+                raise came
 
     def _run(self) -> None:
         while True:
@@ -92,15 +88,26 @@ class _Ends:
 
     def _end_next(self) -> None:
         try:
-            added = self._later.get_nowait()
+            gathered = self._later.get_nowait()
         except queue.Empty:
-            added = self._later.get()
+            gathered = self._later.get()
             clock.sleep(GATHER_S)
-        events, end, added_s = added
-        if events:
-            with contextlib.suppress(DeviceError):  # the wait will say so
-                events[0].stay_on_device()
-        self._end(events, end, added_s)
+        with contextlib.suppress(Exception):  # the wait will say so, or there is none
+            gathered[0][0][0].stay_on_device()
+        self._end_all(gathered)
+
+    def _end_all(self, gathered: deque[Added]) -> None:
+        """Raise what came first of that, once all has ended."""
+        came: BaseException | None = None
+        with contextlib.suppress(IndexError):
+            while True:
+                added = gathered.popleft()
+                try:
+                    self._end(*added)
+                except BaseException as error:
+                    came = came or error
+        if came is not None:
+            raise came
 
     def _end(self, events: list[Event], end: Callable[[], None], added_s: float) -> None:
         def left_s() -> float:
@@ -201,12 +208,21 @@ def gathering() -> Iterator[None]:
 
     Woken before, it would compete with the body for the interpreter.
     """
-    is_outermost = _ends.gather()
+    ends, gathered = _ends, deque[Added]()  # a forked child has others: these are the parent's
+    outer = ends.own.gathered
     try:
+        if outer is None:
+            ends.own.gathered = gathered
         yield
     finally:
-        if is_outermost:
-            _ends.hand_over()  # of a forked child nothing, as the holds are the parent's
+        try:
+            if gathered:
+                ends.give(gathered)
+        except BaseException:  # of a signal's handler, perhaps before it was given
+            ends.give(gathered)
+            raise
+        finally:
+            ends.own.gathered = outer
 
 
 def start() -> None:

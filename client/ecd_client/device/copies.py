@@ -61,7 +61,7 @@ class Copies:
 
         The current stream sees their tensors whole from the end of the body on, not before. An
         event of theirs that is asked for in the body is recorded then, and later loads get another.
-        Holds that are given up in the body end after it.
+        Holds that are given up in the body end after it, or once they are many.
         Raises DeviceError at the end of the body: all loads are over, and no tensor may be used.
         """
         with completions.gathering(), self._driver.on(self.device):
@@ -101,7 +101,7 @@ class Copies:
         does after that. The memory is to be held until the event that `note` is given is over;
         where this raises, no copy is under way. `is_near`: the memory is the GPU's own, so that a
         copy takes less than one stream's wait for another, and is queued on the current stream
-        itself. Raises DeviceError.
+        itself, unless only the loads' stream has memory. Raises DeviceError.
         """
         with self._driver.on(self.device):
             current = self._gpu.current_stream(self.device)

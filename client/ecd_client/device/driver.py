@@ -121,7 +121,8 @@ class on:  # noqa: N801  # it is used as a function is
 def stay_on(device: int) -> None:
     """Have the device's primary context current in this thread for good: `on` makes no calls then.
 
-    For a thread in which ecd's own code runs alone; its first device stays. Raises DeviceError.
+    For a thread that calls no user's code, unless Python's collector does. Its first device stays.
+    Raises DeviceError.
     """
     if _thread.device is None:
         on(device).__enter__()
