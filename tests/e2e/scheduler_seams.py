@@ -63,7 +63,7 @@ transfer_config = ECTransferConfig(
 config = EngineArgs(model=model, ec_transfer_config=transfer_config).create_engine_config()
 at_start = BufferingHandler(100)
 description.logger.addHandler(at_start)
-on_gpu = {"is_cuda_alike": lambda: True, "get_device_total_memory": lambda: 80 << 30}
+on_gpu = {"is_cuda": lambda: True, "get_device_total_memory": lambda: 80 << 30}
 with patch.multiple(current_platform, **on_gpu):
     connector = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
 role = connector._scheduler

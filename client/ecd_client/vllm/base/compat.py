@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -127,11 +128,17 @@ def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int, int]:
 
 
 def gpu_bytes() -> int:
-    """All memory of this engine's GPU; 0 without one, or where nothing says it."""
+    """All memory of this engine's GPU; 0 without one, or where nothing says it.
+
+    Nothing does for a MIG instance, which vLLM takes for a whole GPU, nor without NVML, where vLLM
+    would initialize CUDA in a process that may have no use for it.
+    """
     from vllm.platforms import current_platform
 
     with contextlib.suppress(Exception):  # of a library for a GPU, which may lack anything
-        if current_platform.is_cuda_alike():
+        has_nvml = "NonNvml" not in type(current_platform).__name__
+        is_mig = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        if current_platform.is_cuda() and has_nvml and not is_mig:
             return int(current_platform.get_device_total_memory())
     return 0
 
