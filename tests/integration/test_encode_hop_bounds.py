@@ -144,7 +144,17 @@ def test_a_refusal_is_that_of_all_who_have_joined(client: Client) -> None:
     asyncio.run(run())
 
 
-def test_an_encoder_has_to_live_for_all_of_a_long_wait(client: Client, clock: Clock) -> None:
+def test_an_encoder_has_to_live_for_all_of_a_long_wait(
+    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, waited_s = asyncio.wait, list[float | None]()
+
+    def noted(*tasks: Any, **how: Any) -> Any:
+        waited_s.append(how.get("timeout"))
+        return wait(*tasks, **how)
+
+    monkeypatch.setattr(asyncio, "wait", noted)
+
     async def run() -> None:
         async with hop_to(client, says_nothing, encodes) as (hop, [dead, other], _):
             asked = asyncio.ensure_future(hop.promise(medium("video", "a", 9 * HANG_S)))
@@ -153,7 +163,7 @@ def test_an_encoder_has_to_live_for_all_of_a_long_wait(client: Client, clock: Cl
             await dead.was_asked_if_it_lives.wait()
             dead.was_asked_if_it_lives.clear()
             dead.says_it_lives = answers(503)
-            await eventually_async(lambda: not dead.looks)
+            await eventually_async(lambda: HANG_S in waited_s, "it waits until it asks again")
             clock.ahead_s += HANG_S
             await dead.was_asked_if_it_lives.wait()
             assert (await asked).placeholder.fields == METADATA["video"]
