@@ -132,7 +132,7 @@ docs: $(VENV)/.ready  ## write the references anew, and build the site into buil
 screenshots: docs test-system  ## take the screenshots in docs/pictures anew, in some five minutes
 	$(BIN)/python docs/screenshots.py
 
-# Benchmarks are run by hand: what they call of ecd is there, and takes what they give it.
+# Benchmarks are run by hand, so their calls of ecd are checked by types, as far as that says much.
 LENIENT := --config-file= --cache-dir=.mypy_cache/benchmarks --python-version=3.10 --explicit-package-bases --follow-imports=silent
 LENIENT += --ignore-missing-imports $(addprefix --disable-error-code=,union-attr misc method-assign)
 

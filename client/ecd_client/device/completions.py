@@ -30,14 +30,14 @@ MAX_INTERRUPTIONS = 100
 
 
 Added = tuple[list["Event"], Callable[[], None], float]
-"""What is to be over, what to call then, and when it was added."""
+"""Events of copies, the function to call once all of them are over, and the time of the request."""
 
 
 class _Thread(threading.local):
     """One thread's part of `gathering`."""
 
     gathered: deque[Added] | None = None
-    """What it has kept back; None: it keeps nothing back."""
+    """Holds kept from the ending thread until this thread's step is over; None outside a step."""
 
 
 class _Ends:
@@ -97,7 +97,7 @@ class _Ends:
         self._end_all(gathered)
 
     def _end_all(self, gathered: deque[Added]) -> None:
-        """Raise what came first of that, once all has ended."""
+        """End each of these holds, in turn; then raise the first error that came of one."""
         came: BaseException | None = None
         with contextlib.suppress(IndexError):
             while True:

@@ -134,20 +134,16 @@ class Copies:
         dtype: torch.dtype,
         current: int,
         is_near: bool,
-        is_last: bool = False,
     ) -> tuple[torch.Tensor, int]:
         """A tensor to load into, and the stream for that. Raises DeviceError.
 
         Without memory for one stream there may be some that torch keeps for the other.
         """
-        try:
-            if is_near:
-                return self._gpu.empty(shape, dtype, self.device), current
-            return self._gpu.empty(shape, dtype, self.device, self._loads), self._loads.cuda_stream
-        except DeviceBusy:
-            if is_last:
-                raise
-        return self._new(shape, dtype, current, not is_near, is_last=True)
+        of_model, own = (None, current), (self._loads, self._loads.cuda_stream)
+        first, second = (of_model, own) if is_near else (own, of_model)
+        with contextlib.suppress(DeviceBusy):
+            return self._gpu.empty(shape, dtype, self.device, first[0]), first[1]
+        return self._gpu.empty(shape, dtype, self.device, second[0]), second[1]
 
     def view(
         self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype, end: Callable[[], None]

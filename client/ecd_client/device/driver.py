@@ -118,16 +118,6 @@ class on:  # noqa: N801  # it is used as a function is
             memory.call_anyway(cuda.cuCtxPopCurrent)
 
 
-def stay_on(device: int) -> None:
-    """Have the device's primary context current in this thread for good: `on` makes no calls then.
-
-    For a thread that calls no user's code, unless Python's collector does. Its first device stays.
-    Raises DeviceError.
-    """
-    if _thread.device is None:
-        on(device).__enter__()
-
-
 def register(address: int, nbytes: int) -> None:
     """Pin host memory, for copies of every device of this process. Raises DeviceError."""
     _call(cuda.cuMemHostRegister, address, nbytes, _PORTABLE)
@@ -215,8 +205,13 @@ class Event:
         return bool(result == _OK)
 
     def stay_on_device(self) -> None:
-        """Have the event's device current in this thread for good. Raises DeviceError."""
-        stay_on(self._device)
+        """Have its device current in this thread for good, so that `on` makes no calls there.
+
+        For a thread that calls no user's code, unless Python's collector does. Its first device
+        stays. Raises DeviceError.
+        """
+        if _thread.device is None:
+            on(self._device).__enter__()
 
     def wait(self) -> None:
         """Block this thread until `is_over`. Raises DeviceError where the device has failed."""

@@ -109,7 +109,7 @@ def fail_by_itself(request: Any, cause: str) -> None:
 def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int, int]:
     """How many tokens of a request one step looks for items in, and embeddings that it encodes.
 
-    And those that the encoder cache holds.
+    The third number is the embeddings for which the encoder cache has room.
 
     A drafter that has the model's hidden states reads further than the step computes, and an item
     that is larger than a step's tokens makes room for several small ones.

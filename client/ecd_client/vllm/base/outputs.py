@@ -87,7 +87,7 @@ class Outputs:
 
 
 def room_for_loads(cache_bytes: int, gpu_bytes: int, *, is_kv_sized: bool) -> str:
-    """What to leave free on a GPU for the loads into an encoder cache of this size.
+    """Advice on how much of a GPU's memory vLLM is to leave to loads, all sizes being in bytes.
 
     vLLM's profile has the outputs of an encoder cache once, in memory of its model's stream. Loads
     from the host pool have a stream of their own, and torch keeps what was freed for the stream
