@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,11 @@ def timed_us(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return (time.perf_counter() - started) * 1e6
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of all processors that the process has taken so far, without its children's."""
+    return sum(process.cpu_times()[:2])
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:

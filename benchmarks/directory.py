@@ -19,7 +19,16 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-from common import end_daemon, machine, markdown, redis_server, show, start_daemon, write_page
+from common import (
+    cpu_s,
+    end_daemon,
+    machine,
+    markdown,
+    redis_server,
+    show,
+    start_daemon,
+    write_page,
+)
 from redis import Redis
 from rich.console import Console
 
@@ -76,7 +85,7 @@ async def timed_us(action: Callable[[], Awaitable[object]], times: int = 300) ->
     return median(took)
 
 
-def cpu_s(redis: Redis) -> float:
+def redis_cpu_s(redis: Redis) -> float:
     used = redis.info("cpu")
     return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
 
@@ -90,7 +99,7 @@ async def measure_redis(rows: Rows) -> None:
     )
     running = [asyncio.ensure_future(node.run()) for node in (asking, holding)]
     await asyncio.sleep(0.5)
-    before_bytes, before_s = redis.info("memory")["used_memory"], cpu_s(redis)
+    before_bytes, before_s = redis.info("memory")["used_memory"], redis_cpu_s(redis)
     own_s, started = time.process_time(), time.perf_counter()
     for first in range(0, ENTRIES, 1000):
         holding.publish(dict.fromkeys(keys(1000, first), True))
@@ -98,7 +107,7 @@ async def measure_redis(rows: Rows) -> None:
             await asyncio.sleep(0)
     took_s = time.perf_counter() - started
     own_us = (time.process_time() - own_s) / ENTRIES * 1e6
-    redis_us = (cpu_s(redis) - before_s) / ENTRIES * 1e6
+    redis_us = (redis_cpu_s(redis) - before_s) / ENTRIES * 1e6
     row_bytes = (redis.info("memory")["used_memory"] - before_bytes) / ENTRIES
     rows += [
         ["Redis: telling one entry, the daemon's CPU", f"{own_us:.1f} us"],
@@ -108,18 +117,18 @@ async def measure_redis(rows: Rows) -> None:
     ]
     times = 300
     for count in (1, 8, 64):
-        before_s, wanted = cpu_s(redis), keys(count)
+        before_s, wanted = redis_cpu_s(redis), keys(count)
         each_us = await timed_us(lambda wanted=wanted: asking.find(wanted), times)
-        redis_us = (cpu_s(redis) - before_s) / times * 1e6
+        redis_us = (redis_cpu_s(redis) - before_s) / times * 1e6
         rows += [
             [f"Redis: lookup of {count} keys in one batch", f"{each_us:,.0f} us"],
             ["Redis: the same, Redis' CPU", f"{redis_us:,.0f} us"],
         ]
-    before_s = cpu_s(redis)
+    before_s = redis_cpu_s(redis)
     for _ in range(times):
         holding._publisher._beat_s = 0.0
         await holding._publisher._beat()
-    redis_us = (cpu_s(redis) - before_s) / times * 1e6
+    redis_us = (redis_cpu_s(redis) - before_s) / times * 1e6
     rows.append(["Redis: a node's sign of life (every 5 s), Redis' CPU", f"{redis_us:.0f} us"])
     for task in running:
         task.cancel()
@@ -129,22 +138,18 @@ async def measure_redis(rows: Rows) -> None:
 
 async def measure_links(rows: Rows, address: str, pid: int) -> None:
     daemon = psutil.Process(pid)
-
-    def seconds() -> float:
-        return sum(daemon.cpu_times()[:2])
-
     before_bytes = daemon.memory_info().rss
     askers = [Peers(config(n), identity(n), None) for n in range(LINKS)]
     for asker in askers:
         await asker.link(address)
     link_kib = (daemon.memory_info().rss - before_bytes) / LINKS / 1024
-    idle_s, before_s = 20.0, seconds()
+    idle_s, before_s = 20.0, cpu_s(daemon)
     await asyncio.sleep(idle_s)
-    idle = (seconds() - before_s) / idle_s
+    idle = (cpu_s(daemon) - before_s) / idle_s
     link, wanted, times = await askers[0].link(address), keys(1), 300
-    before_s, own_s = seconds(), time.process_time()
+    before_s, own_s = cpu_s(daemon), time.process_time()
     each_us = await timed_us(lambda: link.find(wanted), times)
-    answer_us = (seconds() - before_s) / times * 1e6
+    answer_us = (cpu_s(daemon) - before_s) / times * 1e6
     ask_us = (time.process_time() - own_s) / times * 1e6
     rows += [
         ["link: memory at the node that is linked to", f"{link_kib:.0f} KiB"],

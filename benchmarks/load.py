@@ -31,6 +31,7 @@ import psutil
 import typer
 from common import (
     MIB,
+    cpu_s,
     end_daemon,
     machine,
     markdown,
@@ -253,9 +254,9 @@ def run(
                 running = [pool.apply_async(work, (address, n, *how)) for n in range(clients)]
                 start.wait(START_S)
                 process = psutil.Process(daemon.pid)
-                before = sum(process.cpu_times()[:2])
+                before_s = cpu_s(process)
                 time.sleep(seconds)
-                cpu = (sum(process.cpu_times()[:2]) - before) / seconds
+                cpu = (cpu_s(process) - before_s) / seconds
                 results = [each.get() for each in running]
         finally:
             end_daemon(daemon)

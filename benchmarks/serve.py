@@ -38,7 +38,7 @@ from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
-from common import MIB, end_daemon, machine, markdown, show, start_daemon, write_page
+from common import MIB, cpu_s, end_daemon, machine, markdown, show, start_daemon, write_page
 from gpu_vllm import python_of_vllm
 from repeated import KINDS, picture
 from rich.console import Console
@@ -119,10 +119,6 @@ class Front(NamedTuple):
 def family(pid: int) -> list[psutil.Process]:
     main = psutil.Process(pid)
     return [main, *main.children(recursive=True)]
-
-
-def cpu_s(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
 
 
 BENCH_SERVE = """
