@@ -29,6 +29,7 @@ import ecd_client.vllm.worker.encode_time
 import ecd_client.vllm.worker.loader
 from ecd_client import Client
 from ecd_client.device import completions
+from ecd_client.device import pool as device_pool
 from ecd_client.device.copies import Copies
 from ecd_client.vllm.base.identity.identity import Identity
 from support.cuda.gpu import CallsByThread, StandinGpu
@@ -40,6 +41,7 @@ control = Control.of_this_process()
 gpu = StandinGpu.use()
 calls = CallsByThread(gpu)
 outlast, Copies._outlast = Copies._outlast, lambda *which: outlast_and_recover(*which)
+device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for the copies again
 ecd_client.vllm.worker.loader._device = lambda: torch.device("cuda:0")
 # This torch has no events: its own raise, and vLLM's CPU worker puts others in their place.
 ecd_client.vllm.worker.encode_time._recorded = lambda: None
