@@ -72,7 +72,6 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         f"| puts just before a SIGKILL, all found after it | {total['kept']:,} |",
         f"| answers of lying peers: true / none / refused | {total['lies: hit']} / "
         f"{total['lies: miss']} / {total['lies: refused']} |",
-        f"| tracebacks of grpcio's at a close (see below) | {total['grpcio at a close']} |",
         f"| starts refused, as the disk failed (see below) | {total['refused disks']} |",
         "| entries that a third node got from one that had fetched them / not, though there / "
         f"not, as evicted | {total['moved on']} / {total['not moved on']} / "

@@ -25,7 +25,7 @@ POOL = "12MiB"
 ENGINE_PORTS = "18200-18455"
 """Each start of a daemon takes two, which rest for a minute after its end."""
 OTHER_COUNTS = (
-    *("kept", "lies: hit", "lies: miss", "lies: refused", "grpcio at a close", "refused disks"),
+    *("kept", "lies: hit", "lies: miss", "lies: refused", "refused disks"),
     *("moved on", "not moved on", "gone before it moved on"),
     *("engine answers", "engine requests failed", "engines lost", "pictures", "pictures encoded"),
     "pictures taken",
@@ -35,8 +35,6 @@ SWITCH = 250
 """The number of the namespace that is a switch between the nodes."""
 PRELOADED = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 BAD = "Traceback", "Fatal Python", "*** SIG"
-GRPCIO_AT_A_CLOSE = "Cannot monitor channel state: Channel closed!"
-"""Said by grpcio's thread where a client closes just as it connects: docs/testing.md."""
 
 
 class World:
@@ -53,8 +51,6 @@ class World:
         self.stops: list[tuple[str, float, float]] = []
         """Which client was stopped from when until when."""
         self._read = Counter[Path]()
-        self._tracebacks = Counter[Path]()
-        """Begun in each log, and not yet known to be one that is known."""
         self._log, self._log_lock = (directory / "faults.log").open("w"), threading.Lock()
         self.replies = Replies(directory)
         self.engines: Engines | None = None
@@ -144,22 +140,11 @@ class World:
         daemons = [side.daemon.log for side in self.sides]
         engines = [] if self.engines is None else [each.engine.log for each in self.engines.served]
         for log in (*daemons, *engines, self.directory / "clients.log"):
-            lines, seen = self._new_lines(log), self._tracebacks[log]
-            known = sum(GRPCIO_AT_A_CLOSE in line for line in lines)
-            self.counts["grpcio at a close"] += known
-            if known < seen:  # its last line may have come with this look, or is still to come
-                time.sleep(1.0)
-                more = self._new_lines(log)
-                lines += more
-                late = sum(GRPCIO_AT_A_CLOSE in line for line in more)
-                self.counts["grpcio at a close"] += late
-                known += late
-            if known < seen:
+            if any(line.startswith(BAD) for line in self._new_lines(log)):
+                time.sleep(1.0)  # so that the rest of it has come
+                self._new_lines(log)
                 text = log.read_text(errors="replace").splitlines()[-60:]
                 self.violation("traceback", f"{log.name}: " + "\n".join(text))
-                seen = known
-            bad = sum(line.startswith(BAD) for line in lines)
-            self._tracebacks[log] = max(0, bad - (known - seen))
 
     def _new_lines(self, path: Path) -> list[str]:
         if not path.exists():

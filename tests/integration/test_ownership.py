@@ -228,6 +228,11 @@ class Misleading(pb_grpc.CacheServicer):
         for _ in requests:
             pass
 
+    def Contains(  # noqa: N802
+        self, request: pb.ContainsRequest, context: grpc.ServicerContext
+    ) -> pb.ContainsReply:
+        return pb.ContainsReply()
+
     def Exchange(  # noqa: N802
         self, requests: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ExchangeReply]:

@@ -215,7 +215,12 @@ class Connection:
             self._closed.wait(PAUSE_S)
 
     def _wait_for_channel(self) -> None:
-        ready = grpc.channel_ready_future(self._channel)
+        """Wait until the daemon answers: by a call, whose thread ends with the channel.
+
+        That of `grpc.channel_ready_future` prints a traceback if the channel is closed meanwhile.
+        """
+        ready = self._stub.Contains.future(pb.ContainsRequest(), wait_for_ready=True)
+        ready.add_done_callback(self._threads.note)
         try:
             while not self._closed.is_set():
                 with contextlib.suppress(grpc.FutureTimeoutError):
