@@ -236,6 +236,7 @@ def test_what_was_put_until_the_end_is_there_again(
         commands = [(WRITER, daemon.address, log.name, "800", "once") for log in logs]
         puts = chance.randrange(100, 1600)
         with processes(*commands, logs=logs) as writers:
+            eventually(lambda logs=logs: all(returned([log]) for log in logs), "all are connected")
             eventually(lambda logs=logs, puts=puts: len(returned(logs)) >= puts)
             if how == "SIGTERM":
                 assert daemon.terminate() == 0
