@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import socket
@@ -121,6 +122,11 @@ async def encodes(_: SmallServer, body: dict) -> web.Response:
 async def waits(engine: SmallServer, body: dict) -> web.Response:
     await engine.goes_on.wait()
     return await encodes(engine, body)
+
+
+async def waits_with_a(engine: SmallServer, body: dict) -> web.Response:
+    [part] = body["messages"][0]["content"]
+    return await (waits if part["uuid"] == "a" else encodes)(engine, body)
 
 
 def never(clock: Clock, at: int = 1) -> Behaviour:
@@ -336,6 +342,42 @@ def test_an_encoder_that_has_just_served_is_late_and_not_left_out(
             assert len(engine.asked) == 3
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("pauses", "in_need", "is_late"),
+    [
+        ([0.9] * 5, False, False),
+        ([0.9] * 6, False, True),  # that is more than TIMES_IF_BUSY
+        ([0.9, 1.1], False, True),
+        ([0.9] * 2, True, True),
+    ],
+)
+def test_an_encoder_is_waited_for_while_it_serves_others_but_not_in_need(
+    client: Client,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    pauses: list[float],
+    in_need: bool,
+    is_late: bool,
+) -> None:
+    async def run() -> None:
+        async with hop_to(client, waits_with_a, in_need=in_need) as (hop, [engine], _):
+            asked = look(picture("a"))
+            task = asyncio.ensure_future(hop.complete(asked, "caller"))
+            await eventually_async(lambda: engine.active)
+            for number, pause in enumerate(pauses):
+                clock.ahead_s += pause * HANG_S
+                await hop.promise(picture(f"b{number}"))
+            if is_late:
+                await task
+            engine.goes_on.set()
+            await task
+            assert len(asked.promised) == (not is_late)
+
+    asyncio.run(run())
+    gc.collect()  # asyncio complains as it ends a task
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_encoder_whose_promise_was_empty_is_left_out(client: Client) -> None:

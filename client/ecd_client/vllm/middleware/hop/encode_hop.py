@@ -10,11 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection
-from functools import cache
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
-
-from prometheus_client import Counter, Gauge
 
 from ecd_client import clock
 from ecd_client.client import Client
@@ -22,6 +19,7 @@ from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import hints_in
 from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Lost, Refused
 from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
+from ecd_client.vllm.middleware.hop.metrics import metrics
 from ecd_client.vllm.middleware.hop.places import Asker, Places
 from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
@@ -35,6 +33,8 @@ SHARE_TO_CONNECT = 1 / 4
 """Share of a picture's time in which an encoder has to be reached."""
 CALM_S = 10.0
 """An encoder that served a medium within this time is busy, not dead, if it is late."""
+TIMES_IF_BUSY = 5
+"""How many times a picture's time an encoder may take that serves other media meanwhile."""
 MAX_CALLS = 64
 """Media requested at one time; more wait, or are left to the engine."""
 MAX_SENT_BYTES = 1 << 30
@@ -46,8 +46,6 @@ MAX_LOST = 3
 SAID_EVERY_S = 60.0
 """Pause between two messages about media that encoders refuse, or store without outlines."""
 _MALFORMED = AttributeError, KeyError, RecursionError, TypeError, ValueError
-OUTCOMES = "encoded", "refused", "failed", "cancelled"
-"""How a call ends, in the metrics."""
 
 
 class NotEncoded(Exception):
@@ -83,12 +81,14 @@ class EncodeHop:
         `key` is sent to encoders as a bearer token. `in_need` is for an engine that has no encoder
         of its own: its media wait for a place, and encoders that are left out are called where
         no other is left. The pictures of a request have `within_s` seconds, with all encoders; it
-        has longer if it lacks others (`Missing.seconds`), from encoders that are alive.
+        has longer if it lacks others (`Missing.seconds`), from encoders that are alive, and, but
+        in need, where an encoder is busy.
         """
         self._encoders, self._client, self._model = encoders, client, model
         self._checked, self._in_need = checked, in_need
         self._calls = Calls(key, within_s * SHARE_TO_CONNECT)
         self._within_s, self._sent_bytes = within_s, 0
+        self._more_s = 0.0 if in_need else (TIMES_IF_BUSY - 1) * within_s
         self._quiet_until_s: dict[str, float] = {}
         self._flights: dict[tuple[str, str, str, bool], _Flight] = {}
         self._places = Places(MAX_CALLS, MAX_OF_CALLER)
@@ -124,7 +124,8 @@ class EncodeHop:
 
         All have the time of all: they may wait for each other at an encoder.
         """
-        look.waits_until_s = until_s = self._until_s(*look.missing)
+        until_s = self._until_s(*look.missing)
+        look.waits_until_s = until_s + self._more_s
         asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
         async def in_turn(missing: Missing) -> Promise:
@@ -254,11 +255,13 @@ class EncodeHop:
                     body = await asyncio.to_thread(self._body, missing)
                 if len(body) > MAX_BODY_BYTES:  # of which nobody would compare the decoders
                     return None, "given_up"
+                due_s = until_s if is_long else min(until_s, began_s + self._within_s)
+                latest_s = due_s + self._more_s
                 if is_long:
-                    answer = await self._answer_if_alive(encoder, body, alive_by_s, until_s)
+                    call = self._answer_if_alive(encoder, body, alive_by_s, latest_s)
                 else:
-                    within_s = min(until_s, began_s + self._within_s) - clock.now_s()
-                    answer = await self._calls.complete(encoder, body, within_s)
+                    call = self._calls.complete(encoder, body, latest_s - clock.now_s())
+                answer = await self._while_it_serves(encoder, call, due_s, latest_s)
                 promise = self._promise_in(answer, missing, encoder)
                 self._encoders.note_served(encoder, clock.now_s(), is_long=bool(missing.seconds))
                 outcome = "encoded"
@@ -286,6 +289,23 @@ class EncodeHop:
                 if not self._encoders.has(encoder.url):  # it left during the call
                     self._metrics.forget(encoder.url)
 
+    async def _while_it_serves(
+        self, encoder: Encoder, call: Coroutine[Any, Any, Answer], due_s: float, latest_s: float
+    ) -> Answer:
+        """An answer by `due_s`; or by `latest_s`, while the encoder serves other media.
+
+        Between two of them it has a picture's time. Raises Late, and what the call raises.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((answer,), timeout=due_s - clock.now_s()))[0]:
+                due_s = min(encoder.served_s + self._within_s, latest_s)
+                if due_s <= clock.now_s():
+                    raise Late("it did not answer in time")
+            return await answer
+        finally:
+            _end(answer)
+
     async def _answer_if_alive(
         self, encoder: Encoder, body: bytes, alive_by_s: float, until_s: float
     ) -> Answer:
@@ -310,7 +330,7 @@ class EncodeHop:
                 pause_s = bound_s = self._within_s
             return await answer
         finally:
-            answer.cancel()
+            _end(answer)
 
     def _note_failed(self, encoder: Encoder, began_s: float, error: Failed) -> None:
         if self._encoders.note_failed(encoder, began_s, clock.now_s()):
@@ -353,39 +373,7 @@ class EncodeHop:
         return False
 
 
-class Metrics:
-    """Counters and a gauge, which the API server's /metrics shows."""
-
-    def __init__(self) -> None:
-        self._media = Counter(
-            "vllm:ecd_hop_pictures",
-            "Media that ecd had not: promised by an encoder, joined (another request's call was "
-            "waited for), given_up, late, or full (no place in time).",
-            ["outcome"],
-        )
-        self.calls = Counter(
-            "vllm:ecd_encoder_calls",
-            "Calls of encoders: encoded, refused, failed or cancelled.",
-            ["encoder", "outcome"],
-        )
-        self.active = Gauge(
-            "vllm:ecd_encoder_active_tokens",
-            "Estimated tokens of the media that an encoder has been sent and not answered for.",
-            ["encoder"],
-            multiprocess_mode="livesum",
-        )
-
-    def forget(self, encoder: str) -> None:
-        """Remove an encoder's series: those that come and go would add up."""
-        with contextlib.suppress(KeyError):
-            self.active.remove(encoder)
-        for outcome in OUTCOMES:
-            with contextlib.suppress(KeyError):
-                self.calls.remove(encoder, outcome)
-
-    def count(self, outcome: str) -> None:
-        self._media.labels(outcome).inc()
-
-
-metrics = cache(Metrics)
-"""The metrics of this process, which can be registered once."""
+def _end(answer: asyncio.Future[Answer]) -> None:
+    """Cancel what nobody waits for: it may fail all the same, as its time is over, too."""
+    answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    answer.cancel()

@@ -38,14 +38,15 @@ def _url(said: str) -> str:
 class Encoder:
     """An engine that encodes for others, and its state.
 
-    `rest_s` is the length of its last rest; it is 0 once a call has succeeded.
+    `rest_s` is the length of its last rest; it is 0 once a call has succeeded. `served_s` is when
+    it has served a medium last.
     """
 
     url: str
     active_tokens: int = 0
     rest_s: float = 0.0
+    served_s: float = 0.0
     _rests_until_s: float = 0.0
-    _served_s: float = 0.0
     _hurried_until_s: float = 0.0
     _unlike_until_s: dict[str, float] = field(default_factory=dict)
     _last_call: int = 0
@@ -57,7 +58,7 @@ class Encoder:
 
     def has_served(self, since_s: float) -> bool:
         """Whether it has served a medium since then."""
-        return self._served_s > since_s
+        return self.served_s > since_s
 
     def is_hurried(self, now_s: float) -> bool:
         """Whether it has no longer for a medium than for a picture: it was late with a long one."""
@@ -130,7 +131,7 @@ class Encoders:
     def note_served(self, encoder: Encoder, now_s: float, *, is_long: bool = False) -> None:
         """`is_long`: the medium has a longer time than a picture."""
         encoder.rest_s = encoder._rests_until_s = 0.0
-        encoder._served_s = now_s
+        encoder.served_s = now_s
         if is_long:
             encoder._hurried_until_s = 0.0
 
