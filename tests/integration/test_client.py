@@ -1013,6 +1013,21 @@ def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
     own_daemon.check_nothing_leaked()
 
 
+def test_no_thread_looks_at_the_channel_of_a_client_that_has_just_connected(
+    daemon: Daemon,
+) -> None:
+    """One of grpc's would hold up a close by up to 0.2 s, and may complain of it on stderr."""
+
+    def functions(frame: FrameType | None) -> Iterator[str]:
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    with Client(daemon.address):
+        frames = sys._current_frames().values()
+        assert "_poll_connectivity" not in {name for each in frames for name in functions(each)}
+
+
 def test_a_call_on_a_client_that_closes_is_an_error_of_ecds(daemon: Daemon) -> None:
     """A thread has its session when another closes the client: gRPC raises ValueError then."""
     client = Client(daemon.address)
