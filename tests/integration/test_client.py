@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 
+import grpc
 import numpy
 import pytest
 import torch
@@ -1026,6 +1027,28 @@ def test_no_thread_looks_at_the_channel_of_a_client_that_has_just_connected(
     with Client(daemon.address):
         frames = sys._current_frames().values()
         assert "_poll_connectivity" not in {name for each in frames for name in functions(each)}
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_client_connects_though_there_was_no_thread_for_a_moment(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """For a call of grpc's, which then takes it that there is one."""
+    made, numbers = grpc._channel.cygrpc.ForkManagedThread, count()
+
+    def thread(**about: object) -> object:
+        if next(numbers) == at:
+            raise RuntimeError("can't start new thread")
+        return made(**about)
+
+    monkeypatch.setattr(grpc._channel.cygrpc, "ForkManagedThread", thread)
+    client = Client(daemon.address, connect_timeout=0.0)
+    client.wait_connected(HANG_S)
+    assert client.put("k", torch.ones(4))
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
 
 
 def test_a_call_on_a_client_that_closes_is_an_error_of_ecds(daemon: Daemon) -> None:

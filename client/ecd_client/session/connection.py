@@ -45,8 +45,11 @@ NOT_IN_A_CHILD = (
 )
 """With grpcio 1.85 the child's channel never connects, or gRPC aborts the process."""
 
-_kept: list[Connection] = []
-"""Connections of a parent process, kept because the end of gRPC's objects might wait for ever."""
+_kept: list[object] = []
+"""Connections of a parent process, and channels for whose calls no thread could be started.
+
+They are kept because the end of gRPC's objects might wait for ever.
+"""
 
 
 class Connection:
@@ -71,13 +74,12 @@ class Connection:
         self._address, self._name = address, name
         self._call_timeout_s, self._counts_reads = call_timeout_s, counts_reads
         self._uses_puts, self._namespace = uses_puts, namespace
-        self._channel = open_channel(address)
-        self._stub: Any = pb_grpc.CacheStub(self._channel)
+        self._open_channel()
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._cause: EcdError | None = None
         self._closed = threading.Event()
-        self._stream: Any = None
+        self._stream: Any = None  # or the call before it
         self._calls: Calls | None = None
         self._threads = GrpcThreads()
         self._gpu: int | None = None
@@ -88,6 +90,10 @@ class Connection:
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
         forks.add(self, last=True)
         self._thread.start()
+
+    def _open_channel(self) -> None:
+        self._channel = open_channel(self._address)
+        self._stub: Any = pb_grpc.CacheStub(self._channel)
 
     @property
     def current(self) -> Session | None:
@@ -195,8 +201,8 @@ class Connection:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                self._wait_for_channel()
-                self._run_session()
+                threading.Thread(target=int).start()  # or there is none for gRPC, either
+                self._connect()
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.CANCELLED:  # by us: the session was abandoned
                     self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
@@ -214,6 +220,16 @@ class Connection:
                 )
             self._closed.wait(PAUSE_S)
 
+    def _connect(self) -> None:
+        """Have a session until it ends."""
+        try:
+            self._wait_for_channel()
+            self._run_session()
+        except RuntimeError:  # the channel takes it that the thread runs, and starts no other
+            _kept.append(self._channel)
+            self._open_channel()
+            raise
+
     def _wait_for_channel(self) -> None:
         """Wait until the daemon answers: by a call, whose thread ends with the channel.
 
@@ -221,19 +237,23 @@ class Connection:
         """
         ready = self._stub.Contains.future(pb.ContainsRequest(), wait_for_ready=True)
         ready.add_done_callback(self._threads.note)
+        with self._changed:
+            self._stream = ready
         try:
             while not self._closed.is_set():
                 with contextlib.suppress(grpc.FutureTimeoutError):
                     ready.result(timeout=0.5)
                     return
                 self._cause = DaemonUnavailable(unreachable(self._address))
+        except grpc.FutureCancelledError:
+            pass  # the client is closed
         finally:
             ready.cancel()
 
     def _run_session(self) -> None:
         """Open a session and serve its events until the stream ends."""
         outbox: Outbox = queue.SimpleQueue()
-        uid = socket_owner(self._address)  # before the daemon has been asked for anything
+        uid = socket_owner(self._address)  # before a session is asked for
         with self._changed:
             if self._closed.is_set():
                 return
