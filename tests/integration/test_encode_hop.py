@@ -380,6 +380,33 @@ def test_an_encoder_is_waited_for_while_it_serves_others_but_not_in_need(
     assert "never retrieved" not in caplog.text
 
 
+def test_media_begin_while_encoders_are_busy(
+    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that waited for their turn, and those that another encoder has failed to encode."""
+    monkeypatch.setattr(encode_hop, "MAX_OF_REQUEST", 1)
+
+    async def fails_with_a(engine: SmallServer, body: dict) -> web.Response:
+        [part] = body["messages"][0]["content"]
+        await engine.goes_on.wait()
+        return await (answers(500) if part["uuid"] == "a" else encodes)(engine, body)
+
+    async def run() -> None:
+        async with hop_to(client, fails_with_a, encodes) as (hop, [slow, quick], _):
+            asked = look(picture("a"), picture("b"))
+            task = asyncio.ensure_future(hop.complete(asked, "caller"))
+            await eventually_async(lambda: slow.active)
+            for pause in (0.9, 0.9):
+                clock.ahead_s += pause * HANG_S
+                hop._encoders.note_served(hop._encoders._encoders[0], clock.now_s())
+            slow.goes_on.set()
+            await task
+            assert len(asked.promised) == 2
+            assert quick.asked
+
+    asyncio.run(run())
+
+
 def test_an_encoder_whose_promise_was_empty_is_left_out(client: Client) -> None:
     async def run() -> None:
         async with hop_to(client, encodes, encodes) as (hop, [first, other], _):

@@ -30,6 +30,7 @@ from integration.test_encode_hop import (
     never,
     picture,
     waits,
+    waits_with_a,
 )
 from support.waiting import HANG_S, eventually_async
 
@@ -262,6 +263,24 @@ def test_an_encoder_that_was_late_with_a_video_has_no_longer_than_for_a_picture(
             await hop.promise(medium("video", "e", 4 * HANG_S))
             assert engine.was_asked_if_it_lives.is_set(), "it has served a video since then"
             assert len(engine.asked) == 5
+
+    asyncio.run(run())
+
+
+def test_an_encoder_that_was_late_with_a_video_has_no_longer_though_it_serves_others(
+    client: Client, clock: Clock
+) -> None:
+    async def run() -> None:
+        async with hop_to(client, waits_with_a, encodes) as (hop, [late, _], _):
+            encoder = hop._encoders._encoders[0]
+            hop._encoders.note_late(encoder, clock.now_s())
+            asked = asyncio.ensure_future(hop.promise(medium("video", "a", 4 * HANG_S)))
+            await eventually_async(lambda: late.active)
+            for number in range(6):
+                clock.ahead_s += 0.9 * HANG_S
+                hop._encoders.note_served(encoder, clock.now_s())
+                await hop.promise(picture(f"b{number}"))
+            await asked
 
     asyncio.run(run())
 

@@ -124,8 +124,7 @@ class EncodeHop:
 
         All have the time of all: they may wait for each other at an encoder.
         """
-        until_s = self._until_s(*look.missing)
-        look.waits_until_s = until_s + self._more_s
+        look.waits_until_s = until_s = self._until_s(*look.missing)
         asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
         async def in_turn(missing: Missing) -> Promise:
@@ -143,6 +142,8 @@ class EncodeHop:
         finally:
             for flight in flights:
                 flight.cancel()
+        if clock.now_s() > until_s:
+            look.waits_until_s += self._more_s
         if may_stand_together(look.found, promises):
             media = [missing._replace(url="") for missing in look.missing]  # which are sent
             look.promised = list(zip(media, promises, strict=True))
@@ -235,10 +236,12 @@ class EncodeHop:
         body: bytes | None = None
         tried: set[Encoder] = set()
         lost = 0
-        alive_by_s = clock.now_s() + self._within_s
+        alive_by_s, latest_s = clock.now_s() + self._within_s, until_s + self._more_s
         while True:
             began_s = clock.now_s()
-            if began_s >= until_s:
+            has_time = began_s < until_s
+            are_busy = self._encoders.serve(began_s - self._within_s)
+            if not has_time and not (are_busy and began_s < latest_s):
                 return None, "late"
             encoder = self._encoders.choose(
                 *(missing.tokens, tried, began_s), decoding=missing.decoding, in_need=self._in_need
@@ -246,7 +249,7 @@ class EncodeHop:
             if encoder is None:
                 return None, "given_up"
             tried.add(encoder)
-            is_long = until_s > alive_by_s and not encoder.is_hurried(began_s)
+            is_long = has_time and until_s > alive_by_s and not encoder.is_hurried(began_s)
             active = self._metrics.active.labels(encoder.url)
             active.inc(missing.tokens)
             outcome = "cancelled"
@@ -255,13 +258,14 @@ class EncodeHop:
                     body = await asyncio.to_thread(self._body, missing)
                 if len(body) > MAX_BODY_BYTES:  # of which nobody would compare the decoders
                     return None, "given_up"
-                due_s = until_s if is_long else min(until_s, began_s + self._within_s)
-                latest_s = due_s + self._more_s
+                due_s = until_s if is_long else began_s + self._within_s
+                due_s = min(due_s, until_s if has_time else latest_s)
+                most_s = due_s if due_s < until_s else latest_s  # first another one is asked
                 if is_long:
-                    call = self._answer_if_alive(encoder, body, alive_by_s, latest_s)
+                    call = self._answer_if_alive(encoder, body, alive_by_s, most_s)
                 else:
-                    call = self._calls.complete(encoder, body, latest_s - clock.now_s())
-                answer = await self._while_it_serves(encoder, call, due_s, latest_s)
+                    call = self._calls.complete(encoder, body, most_s - clock.now_s())
+                answer = await self._while_it_serves(encoder, call, due_s, most_s)
                 promise = self._promise_in(answer, missing, encoder)
                 self._encoders.note_served(encoder, clock.now_s(), is_long=bool(missing.seconds))
                 outcome = "encoded"
@@ -292,7 +296,7 @@ class EncodeHop:
     async def _while_it_serves(
         self, encoder: Encoder, call: Coroutine[Any, Any, Answer], due_s: float, latest_s: float
     ) -> Answer:
-        """An answer by `due_s`; or by `latest_s`, while the encoder serves other media.
+        """An answer by `due_s`, or by `latest_s` while the encoder serves other media.
 
         Between two of them it has a picture's time. Raises Late, and what the call raises.
         """

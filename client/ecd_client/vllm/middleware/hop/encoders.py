@@ -92,6 +92,10 @@ class Encoders:
         """Whether one is not left out; `in_need` does not ask for that."""
         return any(in_need or encoder.is_ready(now_s) for encoder in self._encoders)
 
+    def serve(self, since_s: float) -> bool:
+        """Whether one has served a medium since then."""
+        return any(encoder.has_served(since_s) for encoder in self._encoders)
+
     def has(self, url: str) -> bool:
         return any(encoder.url == url for encoder in self._encoders)
 
