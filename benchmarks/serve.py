@@ -1,15 +1,17 @@
 """vLLM's own benchmark of servers, `vllm bench serve`, with embeddings shared in several ways.
 
     python benchmarks/serve.py [--model tiny|3B|7B|DIRECTORY] [--way NAME ...] [--workload NAME ...]
-        [--rounds N] [--requests N] [--trace FILE] [--pin] [--json] [--output FILE.md]
+        [--rounds N] [--requests N] [--trace FILE] [--load-timeout S] [--pin] [--json]
+        [--output FILE.md]
 
 Three ways have one engine that encodes and one that prefills and decodes; three have one engine for
 both. All engines run at once, and ways are measured by turns: each round sends each workload to
 each way, in random order. Seeds are fixed, and differ between runs: nobody has seen a picture
 before its run. A trace, by default a made-up one of chats, says which pictures come back; of its
 pictures are taken ten times as many as fit into vLLM's encoder cache. Figures are medians of the
-rounds. Processor time, on a CPU, is what a request takes of all of a way's processes: encoder,
-engine, proxy and ecd's daemon.
+rounds; two ways that differ by their connectors alone are also compared round by round. Processor
+time, on a CPU, is what a request takes of all of a way's processes: encoder, engine, proxy and
+ecd's daemon.
 
 With `tiny`, a model of random weights, what is compared is what sharing costs. There vLLM's
 processes pause while they wait for each other, instead of spinning for a second after each message:
@@ -56,6 +58,7 @@ from support import processes, warm
 VERSION = "0.32.0"
 ECD, EXAMPLE, CPU = "EcdConnector", "ECExampleConnector", "ECCPUConnector"
 PRODUCER, CONSUMER, BOTH = "ec_producer", "ec_consumer", "ec_both"
+MIDDLEWARE = "--middleware", "ecd_client.vllm.ReuseMiddleware"
 CACHE_TOKENS = 2048
 """Of a step, and of an engine's encoder cache: vLLM takes one number for both."""
 SIDE = 448
@@ -136,6 +139,10 @@ FIGURES = {
     "a second": ("request_throughput", "total_token_throughput"),
     "processor": ("cpu_ms",),
 }
+COMPARED = "ecd, behind the proxy", "ECExampleConnector, behind the proxy"
+"""The ways that differ by the connector alone."""
+HEAD = ["", "first token", "p90", "p99", "per token", "p90", "p99", "requests/s", "tokens/s"]
+HEAD.append("processor time")
 Results = dict[str, dict[str, list[dict[str, Any]]]]
 """What `vllm bench serve` reports, and `cpu_ms`, by workload and way: an object a round."""
 
@@ -150,14 +157,14 @@ class Engines:
         model: Path,
         kind: str,
         daemon: int,
-        address: str,
+        settings: dict[str, object],
         share: float,
     ) -> None:
-        """`share` is each engine's of the GPU's memory; 0: there is none."""
+        """`settings` are of ecd's connector. `share`: of the GPU's memory; 0: there is none."""
         self._stack, self._directory, self._model = stack, directory, model
         self._kind, self._daemon, self._share = kind, daemon, share
         self._extra: dict[str | None, dict[str, object]] = {
-            ECD: {"ecd_address": address},
+            ECD: settings,
             EXAMPLE: {"shared_storage_path": str(directory / "files")},
             CPU: {"ec_cpu_bytes": POOL_BYTES},
         }
@@ -169,11 +176,12 @@ class Engines:
         flags, environ, encoders = list[str](), dict[str, str](), list[Server]()
         if way.has_encoder:
             if way.connector not in self._encoders:
-                no_prefixes = ["--no-enable-prefix-caching"]
-                self._encoders[way.connector] = self._start(way.connector, PRODUCER, no_prefixes)
+                encodes = ["--no-enable-prefix-caching"]
+                encodes += MIDDLEWARE if way.connector == ECD else ()
+                self._encoders[way.connector] = self._start(way.connector, PRODUCER, encodes)
             encoders.append(self._encoders[way.connector])
         if way.has_middleware:
-            flags += ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
+            flags += MIDDLEWARE
             if encoders:
                 environ["ECD_ENCODERS"] = encoders[0].url
         if way.connector == CPU:
@@ -301,10 +309,8 @@ class Client:
 
 def tables(results: Results) -> Iterator[tuple[str, list[list[str]]]]:
     """A table for each workload, with medians of the rounds."""
-    head = ["", "first token", "p90", "p99", "per token", "p90", "p99", "requests/s", "tokens/s"]
-    head.append("processor time")
     for name, ways in results.items():
-        rows = [head]
+        rows = [HEAD]
         for way, rounds in ways.items():
             of = {
                 key: median(each[key] for each in rounds)
@@ -317,6 +323,17 @@ def tables(results: Results) -> Iterator[tuple[str, list[list[str]]]]:
         yield name, rows
 
 
+def ratios(results: Results) -> list[list[str]]:
+    """One way's figures as shares of the other's in the same round: the median, and the range."""
+    rows, names = [HEAD], [key for keys in FIGURES.values() for key in keys]
+    for load, ways in results.items():
+        rounds = list(zip(*(ways[name] for name in COMPARED), strict=True))
+        shares = [sorted(ours[name] / theirs[name] for ours, theirs in rounds) for name in names]
+        cells = [f"{median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in shares]
+        rows.append([load, *cells])
+    return rows
+
+
 def main(
     model: Annotated[str, typer.Option(help="tiny, 3B, 7B or a directory.")] = "tiny",
     way: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
@@ -326,6 +343,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of all ways and workloads.")] = 3,
     requests: Annotated[int, typer.Option(min=1, help="Most of one workload.")] = 1000,
     trace: Annotated[Path | None, typer.Option(help="As `ecd replay` reads it.")] = None,
+    load_timeout: Annotated[float, typer.Option(help="ecd_load_timeout_s of ecd's engines.")] = 2.0,
     pins: Annotated[bool, typer.Option("--pin", help="Each engine has a core (taskset).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
@@ -353,7 +371,8 @@ def main(
         stack.callback(end_daemon, daemon)
         made = make_model(VERSION, model, directory)
         share = 0.0 if python is None else 0.94 / (len(ways) + count_of_encoders(ways))
-        engines = Engines(stack, directory, made, model, daemon.pid, address, share)
+        settings: dict[str, object] = {"ecd_address": address, "ecd_load_timeout_s": load_timeout}
+        engines = Engines(stack, directory, made, model, daemon.pid, settings, share)
         progress.print(f"starting the engines of {len(ways)} ways ...")
         fronts = {name: engines.of(each) for name, each in ways.items()}
         if pins:
@@ -393,12 +412,15 @@ def as_process(version: str, command: list[str], out: Any, spares: Any = (), **e
 
 
 def report(results: Results, model: str, rounds: int, as_json: bool, output: Path | None) -> None:
-    out = Console(highlight=False, width=170)
+    out = Console(highlight=False, width=220)
     if as_json:
         out.print_json(json.dumps({"machine": machine(), "model": model, "results": results}))
     of = "one round" if rounds == 1 else f"medians of {rounds} rounds"
     text = f"{machine()}, vLLM {VERSION}, model {model}, {of}.\n"
-    for name, rows in tables(results):
+    shown = list(tables(results))
+    if all(set(COMPARED) <= set(ways) for ways in results.values()):
+        shown.append((f"{' : '.join(COMPARED)}, the median round and the range", ratios(results)))
+    for name, rows in shown:
         if not as_json:
             show(out, name, rows)
         text += f"\n{name}:\n\n{markdown(rows)}"

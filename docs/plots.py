@@ -10,7 +10,7 @@ from pathlib import Path
 from pictures import WIDTH, line, page, text
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
-FILLS = ("#34618e", "#b4530a", "#8796a5", "#5b8a3c")
+FILLS = ("#34618e", "#b4530a", "#8796a5", "#5b8a3c", "#c9a227")
 LEFT = 190
 RIGHT = WIDTH - 90
 BAR = 18
@@ -115,8 +115,10 @@ def legend(names: list[str], unit: str) -> Iterator[str]:
 
 def plots() -> dict[str, str]:
     """Every plot by its path below docs/."""
-    first, fetch, load, grown = (tables(name) for name in ("ttft", "fetch", "load", "growth"))
+    names = "ttft", "fetch", "load", "growth", "serve"
+    first, fetch, load, grown, served = map(tables, names)
     ways = ["ecd", "ECExampleConnector", "nothing"]
+    ways_served = [row[0] for row in served[4][1:]]
     speeds = [
         "ecd, all gets at a time",
         "ecd, one get at a time",
@@ -134,6 +136,15 @@ def plots() -> dict[str, str]:
             "ms, less is better",
             first[0][0][1:5],
             picked(first[0], ways, "ms", slice(1, 5)),
+        ),
+        "pictures/serve.svg": bars(
+            "Time to the first token, pictures that come back",
+            "ms, less is better",
+            ["median", "p90", "p99"],
+            {
+                name.replace(" behind the", "").replace(" by", ""): by_share
+                for name, by_share in picked(served[4], ways_served, "ms", slice(1, 4)).items()
+            },
         ),
         "pictures/fetch-speed.svg": curves(
             "Fetches from another node, by the entry's size",
