@@ -141,8 +141,6 @@ class World:
         engines = [] if self.engines is None else [each.engine.log for each in self.engines.served]
         for log in (*daemons, *engines, self.directory / "clients.log"):
             if any(line.startswith(BAD) for line in self._new_lines(log)):
-                time.sleep(1.0)  # so that the rest of it has come
-                self._new_lines(log)
                 text = log.read_text(errors="replace").splitlines()[-60:]
                 self.violation("traceback", f"{log.name}: " + "\n".join(text))
 

@@ -996,6 +996,13 @@ class Interruption:
                 self.has_acted.set()
 
 
+def close_in_time(client: Client) -> None:
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+
+
 def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
     own_daemon: Daemon,
 ) -> None:
@@ -1006,10 +1013,7 @@ def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
         with Interruption(at, lambda: stop(own_daemon.pid)) as stopping:
             client = Client(own_daemon.address, connect_timeout=0.0)
             assert stopping.has_acted.wait(HANG_S)
-            closing = threading.Thread(target=client.close, daemon=True)
-            closing.start()
-            closing.join(HANG_S)
-            assert not closing.is_alive()
+            close_in_time(client)
         os.kill(own_daemon.pid, signal.SIGCONT)
     own_daemon.check_nothing_leaked()
 
@@ -1045,10 +1049,7 @@ def test_a_client_connects_though_there_was_no_thread_for_a_moment(
     client = Client(daemon.address, connect_timeout=0.0)
     client.wait_connected(HANG_S)
     assert client.put("k", torch.ones(4))
-    closing = threading.Thread(target=client.close, daemon=True)
-    closing.start()
-    closing.join(HANG_S)
-    assert not closing.is_alive()
+    close_in_time(client)
 
 
 def test_a_call_on_a_client_that_closes_is_an_error_of_ecds(daemon: Daemon) -> None:

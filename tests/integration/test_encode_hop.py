@@ -347,8 +347,8 @@ def test_an_encoder_that_has_just_served_is_late_and_not_left_out(
 @pytest.mark.parametrize(
     ("pauses", "in_need", "is_late"),
     [
-        ([0.9] * 5, False, False),
-        ([0.9] * 6, False, True),  # that is more than TIMES_IF_BUSY
+        ([0.8] * 6, False, False),
+        ([0.8] * 7, False, True),  # that is more than TIMES_IF_BUSY
         ([0.9, 1.1], False, True),
         ([0.9] * 2, True, True),
     ],
