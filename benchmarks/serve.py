@@ -141,8 +141,10 @@ FIGURES = {
 }
 COMPARED = "ecd, behind the proxy", "ECExampleConnector, behind the proxy"
 """The ways that differ by the connector alone."""
-HEAD = ["", "first token", "p90", "p99", "per token", "p90", "p99", "requests/s", "tokens/s"]
-HEAD.append("processor time")
+HEAD = [
+    *("", "first token", "p90", "p99", "per token", "p90", "p99"),
+    *("requests/s", "tokens/s", "processor time"),
+]
 Results = dict[str, dict[str, list[dict[str, Any]]]]
 """What `vllm bench serve` reports, and `cpu_ms`, by workload and way: an object a round."""
 
