@@ -195,9 +195,10 @@ def holds_of_a_step_end_after_it(address: str) -> dict:
             load_and_count("m")
             raise KeyError
         found.append(given())
-        completions.MAX_GATHERED = 1
+        many, completions.MAX_GATHERED = completions.MAX_GATHERED, 1
         with together():
             load_and_count("n")
+        completions.MAX_GATHERED = many  # the thread, given one amid the step, would mark its end
         may_ask.set()
         await_ends()
         recorded = Calls("cuEventRecord")
