@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 LITERAL = re.compile(r"\*\*|`|\]\(|\| ?--- ?\||^#+ |<!--", re.M)
 INCLUDE = re.compile("--8 ?<")
 """Markup that the reader should not see in prose, and nowhere."""
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all pages
 
 LOOK = """() => {
   const main = document.querySelector('main article');

@@ -15,7 +15,7 @@ TOKEN = "a secret of the test"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(120 + MESSAGES / 50))
+            item.add_marker(pytest.mark.timeout(300 + MESSAGES / 50))
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ def stress(seconds: float, *arguments: str) -> dict:
     return json.loads(output)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_byte_is_wrong_however_late_copies_are(cuda: Cuda, kind: str) -> None:
     if kind in LATE_KINDS:
@@ -61,7 +60,6 @@ def test_no_byte_is_wrong_however_late_copies_are(cuda: Cuda, kind: str) -> None
     assert found.get("amid", 0) > 3 or kind != "doomed"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("step", by_day(["W2", "R1", "R2", *COPY_STEPS]))
 def test_without_this_step_copies_in_a_device_pool_are_wrong(step: str) -> None:
@@ -69,7 +67,6 @@ def test_without_this_step_copies_in_a_device_pool_are_wrong(step: str) -> None:
     assert found["wrong"] > 0 or found["faults"] > 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("rule", by_day(RULES))
 def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:

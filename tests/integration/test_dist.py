@@ -14,7 +14,6 @@ import pytest
 from support.manifests import ROOT, tool
 from support.processes import run
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for both builds
 ENVIRONMENTS = ({"TZ": "UTC"}, {"TZ": "Asia/Tokyo", "LC_ALL": "C", "PYTHONHASHSEED": "7"})
 
 

@@ -190,7 +190,6 @@ class Relay:
         self.cut()
 
 
-@pytest.mark.timeout(300)
 def test_after_losses_and_a_restart_the_set_is_the_daemons_list(publishing: Daemon) -> None:
     events, replay = places(publishing)
     known: dict[tuple[str, str], int] = {}

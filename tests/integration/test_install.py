@@ -106,7 +106,6 @@ def test_the_man_pages_are_installed_where_man_looks(client: Path) -> None:
         assert run("groff", "-man", "-ww", "-z", file) == "", "each warning is a line"
 
 
-@pytest.mark.timeout(300)
 def test_the_daemon_runs_on_what_the_image_installs(
     wheel: Path, client: Path, tmp_path: Path
 ) -> None:

@@ -81,7 +81,6 @@ def test_a_seed_that_failed_once_passes(seed: int, simulate: Simulate) -> None:
     assert simulate(seed).failed == 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug: str, simulate: Simulate) -> None:
     ended = simulate(BUGS[bug].first, "--runs", BUGS[bug].seeds, "--bug", bug)

@@ -136,7 +136,6 @@ def test_reads_during_first_contact_with_nobody(apart: Apart, figure: Figure) ->
     second.close()
 
 
-@pytest.mark.timeout(240)
 def test_connections_that_have_been_idle(apart: Apart, figure: Figure) -> None:
     """Reads after more than a minute, and after a few seconds."""
     for number in range(7):
