@@ -154,7 +154,8 @@ class Counters:
 
     def hit(self, namespace: str, nbytes: int, is_handover: bool, saves_s: float) -> None:
         """Count a lookup that found an entry; unless it is a hand-over it saves `saves_s`."""
-        self.note_hit(nbytes)
+        self.hit_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1  # as `note_hit`
+        self.hit_sizes_bytes += nbytes
         self.bytes_out += nbytes
         self.hits += 1
         self.handed_over += is_handover
@@ -164,13 +165,14 @@ class Counters:
         self, namespace: str, is_handover: bool, saves_s: float, times: float = 1.0
     ) -> None:
         """Count in the namespace what hits were, and what they saved: a hand-over saves nothing."""
-        part = self.namespace(namespace)
+        part = self.namespaces.get(namespace) or self.namespace(namespace)
         if is_handover:
             part.handed_over += times
             return
+        saved_s = times * saves_s
         part.reused += times
-        for counted in (self, part):
-            counted.saved_s += times * saves_s
+        part.saved_s += saved_s
+        self.saved_s += saved_s
 
     def miss(self, namespace: str, count: int = 1) -> None:
         """Count lookups that found nothing."""

@@ -60,6 +60,8 @@ class Evictor:
         counters.hits += uses.hits
         counters.bytes_out += uses.nbytes
         counters.duplicates += uses.duplicates
+        if not (uses.hits or uses.misses):
+            return uses.is_all
         clients = uses.by_client or (uses,)
         for one in clients:
             for namespace, misses in one.misses_in:

@@ -54,8 +54,8 @@ class Readers:
         elif answer is not Answer.LOOK_LEASE:
             counters.hit(entry.namespace, content.nbytes, is_handover, entry.saves_s)
         lease, expires_s = self.leases.grant(session, entry, now_s)
-        named = entry.key, content, entry.extent, expires_s, entry.id
-        return Leased(lease, *named, entry.checksum, is_handover)
+        where, checksum = entry.extent, entry.checksum
+        return Leased(lease, entry.key, content, where, expires_s, entry.id, checksum, is_handover)
 
     def count_miss(self, key: Key, answer: Answer) -> None:
         """Count a lookup or wait of a reader of this node that has ended without an entry."""

@@ -50,6 +50,8 @@ class UseCounters:
         """The new uses in some of the first `used` pages, in turns, so that no call takes long."""
         counted = list(zip(*(words[:used].tolist() for words in self._counters), strict=True))
         changed = [page for page in range(used) if counted[page] != self._last[page]]
+        if not changed and not self._left:
+            return Uses()
         turn = bisect_left(changed, self._next)
         taken: list[Uses] = []
         known = done = 0

@@ -59,8 +59,8 @@ class Answer(Enum):
     PEER = "peer"  # a lease for another node, which counts the hit or the miss of its own reader
 
 
-NO_LEASE = frozenset((Answer.PIN, Answer.LOOK))
-UNCOUNTED = frozenset((Answer.PEER, Answer.LOOK, Answer.LOOK_LEASE))
+NO_LEASE = Answer.PIN, Answer.LOOK  # no set: an enum is hashed in Python
+UNCOUNTED = Answer.PEER, Answer.LOOK, Answer.LOOK_LEASE
 """Answers whose hits and misses are counted by the reader."""
 
 

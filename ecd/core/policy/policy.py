@@ -140,4 +140,6 @@ class Lru(EntryList):
         return entry.used_s if self.has(entry) else None
 
     def loss(self, entry: Entry) -> float:
-        return entry.block.nbytes if self.has(entry) else inf
+        if entry.colder is None and entry is not self.head:  # as `has`, of which plans ask much
+            return inf
+        return entry.block.nbytes

@@ -188,10 +188,12 @@ class Pool:
         `for_another`: by an engine that found it for the one that reads it next.
         """
         entry.hits += 1
-        if not entry.is_handover(now_s):
-            entry.handovers = 0
-        is_handover = entry.handovers > 0 and not for_another
-        entry.handovers += for_another - is_handover
+        is_handover = False
+        if entry.handovers or for_another:
+            if not entry.is_handover(now_s):
+                entry.handovers = 0
+            is_handover = entry.handovers > 0 and not for_another
+            entry.handovers += for_another - is_handover
         if entry.state is EntryState.COMMITTED:
             if entry.cost_s < entry.encode_s and now_s - entry.created_s > REFETCHED_S:
                 self.price_anew(entry)
