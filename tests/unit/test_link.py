@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from unittest.mock import AsyncMock, Mock
 
+import grpc
 import pytest
 
 from ecd.base.wire import SPECULATIVE_BYTES, TOLD_METADATA_BYTES
@@ -17,7 +18,7 @@ from ecd.core.model.types import Extent, Key
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
-from support.waiting import within_hang
+from support.waiting import eventually_async, within_hang
 
 
 def leased(nbytes: int) -> pb.LeaseOutcome:
@@ -129,6 +130,23 @@ def test_a_peer_that_answers_and_reads_nothing_costs_bounded_memory() -> None:
         assert MAX_UNREAD / 2 < asked < 2 * MAX_UNREAD
         assert "does not read" in peer.last_error
         await link.close()
+
+    asyncio.run(ask())
+
+
+def test_a_link_whose_end_a_write_finds_has_failed() -> None:
+    """The next look at the peers tries it again, which it does not do with one that is idle."""
+
+    async def ask() -> None:
+        ends: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        call = Mock(read=lambda: ends, write=AsyncMock(side_effect=asyncio.InvalidStateError))
+        peer = Peer("127.0.77.2:9465")
+        link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
+        link.offer({Key("default", "k"): None})
+        await eventually_async(lambda: call.write.called)
+        ends.set_result(grpc.aio.EOF)
+        await within_hang(link.gone)
+        assert peer.last_error == "it ended the link"
 
     asyncio.run(ask())
 

@@ -313,9 +313,10 @@ class Link:
                 while (request := self._next_request()) is not None:
                     await self._call.write(request)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the link is over
-        finally:
+            pass  # the link is over: `_read` learns the cause, and closes it
+        except BaseException:
             await self.close()
+            raise
 
     def _next_request(self) -> pb.LinkRequest | None:
         if self._leases:
