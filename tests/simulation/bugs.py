@@ -109,7 +109,7 @@ class Bug(NamedTuple):
 
 BUGS = {
     "a peer's identity is not read after its bytes": Bug(
-        IdentityCheck, "vouched", lambda *_: True, seeds=400, first=250
+        IdentityCheck, "vouched", lambda *_: True, seeds=400, first=460
     ),
     "memory that a read may still write is not set aside": Bug(
         deliveries.Deliveries, "_give_up", _abort_at_once
@@ -129,7 +129,7 @@ BUGS = {
         deliveries, "fold", lambda _: _AnyChecksum(), seeds=600, first=220
     ),
     "a speculative read counts, wherever the entry lies": Bug(
-        deliveries._Arrival, "is_of", lambda *_: True, seeds=500, first=130
+        deliveries._Arrival, "is_of", lambda *_: True, seeds=500, first=1100
     ),
     "the directory is not told of evictions": Bug(
         redis_directory.RedisDirectory, "publish", _forgets_to_tell
@@ -137,7 +137,9 @@ BUGS = {
     "a lost answer hides that Redis was emptied": Bug(
         redis_publisher.RedisPublisher, "_beat", _beats_blindly, seeds=1000, first=500
     ),
-    "a dead peer's leases are kept": Bug(InboundLink, "end", _forgets_the_peer, seeds=200),
+    "a dead peer's leases are kept": Bug(
+        InboundLink, "end", _forgets_the_peer, seeds=200, first=90
+    ),
     "a dead client's reservations are kept": Bug(
         Writers, "orphan_all", lambda *_: [], seeds=200, first=15
     ),

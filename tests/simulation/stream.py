@@ -90,10 +90,12 @@ class Pipe:
             self._held.append(message)
             return
         receiver = self._stream.processes[self is self._stream.up]
-        if receiver is not None and not receiver.alive:
-            self._stream.lose(int(self is self._stream.up))  # whoever is there now resets it
-        else:
+        if receiver is None or receiver.alive:
             self.put(message)
+        elif message is BROKEN:
+            self._stream.end()  # or two dead processes would tell each other for ever
+        else:
+            self._stream.lose(int(self is self._stream.up))  # whoever is there now resets it
 
     def flush(self) -> None:
         held, self._held = self._held, []
@@ -159,13 +161,13 @@ class Stream:
             self._is_cancelled = True
             self.down.put(BROKEN)
             self.up.send(BROKEN)
-            self._later(self._end_handler)
+            self._later(self.end)
 
     def lose(self, side: int) -> None:
         """The process of one side (0: the client's) has died: the other hears of it."""
         if side == 0:
             self.up.send(BROKEN)
-            self._later(self._end_handler)
+            self._later(self.end)
         else:
             self.down.send(BROKEN)
 
@@ -181,7 +183,8 @@ class Stream:
 
         network.loop.call_later(network.delay_s(), arrive, context=OUTSIDE)
 
-    def _end_handler(self) -> None:
+    def end(self) -> None:
+        """Forget the stream, and end the server's part of the call."""
         if self in self.network.streams:
             self.network.streams.remove(self)
         if self._handler is not None:
@@ -195,7 +198,7 @@ class Stream:
     def break_now(self) -> None:
         self.down.put(BROKEN)
         self.up.put(BROKEN)
-        self._end_handler()
+        self.end()
 
 
 class Call:
