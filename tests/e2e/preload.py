@@ -1,10 +1,22 @@
-"""What a start of vLLM imports late, imported: for the Python that is forked for engines."""
+"""For the Python that is forked for engines: does once what each start of vLLM does late.
+
+Its forks share memory, which a look through all that is imported would copy.
+"""
 
 import contextlib
+import gc
 
 import mistral_common.tokens.tokenizers.mistral  # noqa: F401
 import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors  # noqa: F401
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
+from vllm.platforms import current_platform
 
 with contextlib.suppress(ImportError):  # of models that need what is not installed
     list(VIDEO_PROCESSOR_MAPPING.items())
+
+platform = type(current_platform)
+if hasattr(platform, "register_triton_kernel_overrides"):  # which looks through all modules
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+gc.unfreeze = lambda: None  # as an engine does at its shutdown, before it collects garbage
