@@ -218,8 +218,6 @@ class Engines:
             flags += ["--load-format", "dummy"]
         if self._share:
             flags += ["--no-enforce-eager", "--gpu-memory-utilization", f"{self._share:.3f}"]
-        else:
-            flags += ["--kv-cache-memory-bytes", f"{64 * MIB}"]
         log = self._directory / f"engine-{len(self.all)}.log"
         server = api_server(VERSION, log, self._model, None, flags, environ=environ)
         self._stack.callback(server.close)
@@ -402,9 +400,7 @@ TESTS = e2e.environment
 
 
 def environment(version: str, **extra: str) -> dict[str, str]:
-    """As in tests, but for a variable that gives each engine a GiB for KV, whatever its flags."""
-    kept = TESTS(version, PAUSE_S=f"{PAUSE_S}", **extra)
-    return {name: value for name, value in kept.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+    return TESTS(version, PAUSE_S=f"{PAUSE_S}", **extra)
 
 
 def as_process(version: str, command: list[str], out: Any, spares: Any = (), **environ: str) -> Any:

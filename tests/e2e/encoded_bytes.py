@@ -48,6 +48,7 @@ def main() -> None:
         max_model_len=2048,
         enforce_eager=True,
         max_num_seqs=2,
+        kv_cache_memory_bytes=64 << 20,
         limit_mm_per_prompt=dict.fromkeys(modalities, 1),
     )
     core = engine.llm_engine.engine_core.engine_core

@@ -202,7 +202,7 @@ def main() -> None:
         "limit_mm_per_prompt": {"image": 4, "video": 0},
         "max_num_seqs": 8,
         "disable_log_stats": False,
-        "kv_cache_memory_bytes": 64 << 20,  # else a GiB, zeroed at each start
+        "kv_cache_memory_bytes": 64 << 20,  # else most of the memory, zeroed at each start
         **setup.get("engine", {}),
     }
     if "role" in setup:
@@ -220,7 +220,6 @@ def main() -> None:
             kv_role="kv_both",
             kv_connector_extra_config={"shared_storage_path": setup["kv"]},
         )
-    del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which comes first
     let_metadata_in()
     if kwargs.get("async_scheduling"):
         schedule_ahead()

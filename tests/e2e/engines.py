@@ -86,7 +86,6 @@ def environment(version: str, **extra: str) -> dict[str, str]:
         "PYTHONPATH": ":".join(map(str, PATHS)),
         "TMPDIR": scratch(),
         "VLLM_CACHE_ROOT": str(python_of(version).parents[1] / "cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "INFO",

@@ -266,6 +266,8 @@ def api_server(
         flags = [*flags, "--worker-extension-cls", "counting_worker.Counting"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8"]
+    if "--gpu-memory-utilization" not in flags:  # or vLLM takes most of the memory for KV
+        command += ["--kv-cache-memory-bytes", f"{64 << 20}"]
     command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
     if role is not None:
         transfer = {

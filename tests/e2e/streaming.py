@@ -55,6 +55,7 @@ async def main(model: str, address: str, pictures: str) -> None:
         dtype="float32",
         max_model_len=2048,
         max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
         enforce_eager=True,
         limit_mm_per_prompt={"image": 4, "video": 0},
         ec_transfer_config=transfer if address else None,

@@ -31,6 +31,7 @@ THINKER = {
     "enforce_eager": True,
     "max_model_len": 2048,
     "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 64 << 20,
 }
 PIPELINE = "qwen3_omni_moe_thinker_only"
 ASKED = "A", "B", "S", "V", "ASV"

@@ -105,7 +105,7 @@ class Engine:
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 4,
-            "kv_cache_memory_bytes": 64 << 20,  # else a GiB, zeroed at each start
+            "kv_cache_memory_bytes": 64 << 20,
             "skip_mm_profiling": True,
             "limit_mm_per_prompt": tried.limits(),
             "runner": "pooling" if tried.pools else "generate",
