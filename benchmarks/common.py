@@ -147,11 +147,15 @@ def report(
 def write_page(page: Path, text: str) -> None:
     """Replace what the page measured before. Its head, down to the mark, stays."""
     head, mark, _ = page.read_text().partition(MEASURED) if page.exists() else ("", "", "")
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    when = f"Measured on {date.today()}, commit {commit or 'unknown'}.\n"
+    when = f"Measured on {date.today()}, commit {commit()}.\n"
     page.write_text(f"{head}{mark}\n\n{when}{text}".lstrip())
+
+
+def commit() -> str:
+    """What is checked out, and whether it was changed."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    said = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return said or "unknown"
 
 
 def markdown(rows: list[list[str]]) -> str:

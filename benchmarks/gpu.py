@@ -32,7 +32,7 @@ import torch
 import typer
 from common import MIB, machine, report
 from gpu_client import loads, puts
-from gpu_common import POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
+from gpu_common import POOL_BYTES, Row, daemon_of, gpu_name, new_tensor, smi, wait_pinned
 from gpu_engines import engines
 from gpu_near import attach, near
 from gpu_rates import copies, registration, stalls
@@ -122,23 +122,6 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
         *(gpu_host.host, near, attach, engines, vllm),
     )
 }
-
-
-def gpu_name() -> str:
-    said = smi("-i", "0", "--query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max")
-    name, version, generation, width = (said.split(", ") + [""] * 4)[:4]
-    if not version:
-        return torch.cuda.get_device_name(0)
-    return f"{name}, driver {version}, PCIe {generation} x{width}"
-
-
-def smi(*asked: str) -> str:
-    """What nvidia-smi says; "" where there is none."""
-    try:
-        command = ["nvidia-smi", *asked, "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
 
 
 def why_not() -> str | None:

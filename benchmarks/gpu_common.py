@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,23 @@ POOL_BYTES = 2 * GIB
 NEAR_BYTES = GIB
 NEAR = {"ECD_DEVICE_POOL_BYTES": str(NEAR_BYTES)}
 """The setting of a daemon with a device pool."""
+
+
+def gpu_name() -> str:
+    said = smi("-i", "0", "--query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max")
+    name, version, generation, width = (said.split(", ") + [""] * 4)[:4]
+    if not version:
+        return torch.cuda.get_device_name(0)
+    return f"{name}, driver {version}, PCIe {generation} x{width}"
+
+
+def smi(*asked: str) -> str:
+    """What nvidia-smi says; "" where there is none."""
+    try:
+        command = ["nvidia-smi", *asked, "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 @dataclass

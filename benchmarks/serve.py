@@ -9,7 +9,7 @@ both. All engines run at once, and ways are measured by turns: each round sends 
 each way, in random order. Seeds are fixed, and differ between runs: nobody has seen a picture
 before its run. A trace, by default a made-up one of chats, says which pictures come back; of its
 pictures are taken ten times as many as fit into vLLM's encoder cache. Figures are medians of the
-rounds; two ways that differ by their connectors alone are also compared round by round. Processor
+rounds; two ways behind the proxy are also compared round by round. Processor
 time, on a CPU, is what a request takes of all of a way's processes: encoder, engine, proxy and
 ecd's daemon.
 
@@ -23,14 +23,16 @@ Needs `make vllm`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,7 +42,18 @@ from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
-from common import MIB, cpu_s, end_daemon, machine, markdown, show, start_daemon, write_page
+from common import (
+    MIB,
+    commit,
+    cpu_s,
+    end_daemon,
+    machine,
+    markdown,
+    show,
+    start_daemon,
+    write_page,
+)
+from gpu_common import gpu_name
 from gpu_vllm import python_of_vllm
 from repeated import KINDS, picture
 from rich.console import Console
@@ -81,12 +94,14 @@ class Way(NamedTuple):
     has_middleware: bool = False
 
 
+BY_GPU = "vLLM's CPU connector, one engine"
+"""The connector keeps what a GPU has encoded in the host's memory."""
 WAYS = {
     "ecd, behind the proxy": Way(ECD, CONSUMER, has_encoder=True, has_proxy=True),
     "ecd, by ECD_ENCODERS": Way(ECD, CONSUMER, has_encoder=True, has_middleware=True),
     "ECExampleConnector, behind the proxy": Way(EXAMPLE, CONSUMER, True, has_proxy=True),
     "ecd, one engine": Way(ECD, BOTH, has_middleware=True),
-    "vLLM's CPU connector, one engine": Way(CPU, BOTH),
+    BY_GPU: Way(CPU, BOTH),
     "one engine, no connector": Way(None),
 }
 
@@ -140,7 +155,7 @@ FIGURES = {
     "processor": ("cpu_ms",),
 }
 COMPARED = "ecd, behind the proxy", "ECExampleConnector, behind the proxy"
-"""The ways that differ by the connector alone."""
+"""They differ by the connector, and by the middleware that ecd's encoder has."""
 HEAD = [
     *("", "first token", "p90", "p99", "per token", "p90", "p99"),
     *("requests/s", "tokens/s", "processor time"),
@@ -199,6 +214,10 @@ class Engines:
         self._stack.callback(front.close)
         return Front(front.wait_ready(), {**parts, "proxy": front.pid})
 
+    def is_encoder(self, server: Server) -> bool:
+        """Whether ways that have an encoder use this one as that."""
+        return server in self._encoders.values()
+
     def _start(
         self,
         connector: str | None,
@@ -225,22 +244,38 @@ class Engines:
         return server.wait_ready()  # one by one: each looks how much memory the others leave
 
 
-def pin(engines: list[Server]) -> None:
-    """Give each engine's processes a core of its own, as far as there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    for number, server in enumerate(engines):
+def pin(engines: Engines) -> None:
+    """Keep encoders to the first core, and each other engine to one of the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    cores = itertools.cycle(others or [first])
+    for server in engines.all:
+        core = str(first if engines.is_encoder(server) else next(cores))
         for each in family(server.pid):
-            core = str(cores[number % len(cores)])
             subprocess.run(
                 ["taskset", "-acp", core, str(each.pid)], check=True, capture_output=True
             )
 
 
-def repeats(trace: Path | None) -> list[int]:
-    """Which pictures come in turn: those of a trace that it asks for first from its middle on."""
+def repeats(trace: Path | None, requests: int) -> list[int]:
+    """Which pictures come in turn: those of a trace that it asks for first from its middle on.
+
+    Raises typer.BadParameter: there are too few, or they come less often than there are `requests`.
+    """
     found = workload("chat", 1) if trace is None else accesses(trace)
     first, count = len(found.items) // 2, 10 * CACHE_TOKENS // PICTURE_TOKENS
-    return [item - first for item in found.order if first <= item < first + count]
+    if first + count > len(found.items):
+        raise typer.BadParameter(f"{trace} has {len(found.items)} pictures, not {2 * count}")
+    order = [item - first for item in found.order if first <= item < first + count]
+    if len(order) < requests:
+        raise typer.BadParameter(f"{trace} asks for these pictures {len(order)} times")
+    return order[:requests]
+
+
+def known(names: list[str] | None, all_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the names, or all. Raises typer.BadParameter."""
+    if strange := set(names or ()) - all_of.keys():
+        raise typer.BadParameter(f"{', '.join(strange)}: none of {', '.join(all_of)}")
+    return {name: all_of[name] for name in names or all_of}
 
 
 class Client:
@@ -288,7 +323,6 @@ class Client:
 
     def _trace(self, load: Workload, requests: int, seed: int) -> Iterator[str]:
         order = self._order[:requests]
-        assert len(order) == requests, f"the trace has {len(order)} accesses to these pictures"
         make = partial(picture, size=(load.side, load.side))
         kind = replace(KINDS["picture"], make=make)
         pictures = {
@@ -344,19 +378,27 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Most of one workload.")] = 1000,
     trace: Annotated[Path | None, typer.Option(help="As `ecd replay` reads it.")] = None,
     load_timeout: Annotated[float, typer.Option(help="ecd_load_timeout_s of ecd's engines.")] = 2.0,
-    pins: Annotated[bool, typer.Option("--pin", help="Each engine has a core (taskset).")] = False,
+    pins: Annotated[
+        bool, typer.Option("--pin", help="Encoders have the first core (taskset).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
     e2e.environment = environment
-    ways = {name: WAYS[name] for name in way or WAYS}
-    loads = {name: WORKLOADS[name] for name in workloads or WORKLOADS}
+    ways, loads = known(way, WAYS), known(workloads, WORKLOADS)
+    loads = {
+        name: load._replace(requests=min(requests, load.requests)) for name, load in loads.items()
+    }
+    order = repeats(
+        trace, max((load.requests for load in loads.values() if load.is_trace), default=0)
+    )
     progress, python = Console(stderr=True), python_of_vllm()
     if python is None:
-        assert model not in SHAPES, f"{model} needs a GPU and a vLLM for it"
-        ways.pop("vLLM's CPU connector, one engine", None)
+        if model in SHAPES or (way is not None and BY_GPU in way):
+            raise typer.BadParameter(f"{model}, or {BY_GPU}, needs a GPU and a vLLM for it")
+        ways.pop(BY_GPU, None)
     else:
-        e2e.python_of = lambda version: python
+        e2e.python_of = servers.python_of = lambda version: python
         servers.Fork = as_process  # type: ignore[misc, assignment]
     results: Results = {name: defaultdict(list) for name in loads}
     chance = random.Random(1)
@@ -376,8 +418,8 @@ def main(
         progress.print(f"starting the engines of {len(ways)} ways ...")
         fronts = {name: engines.of(each) for name, each in ways.items()}
         if pins:
-            pin(engines.all)
-        client = Client(directory, made, repeats(trace))
+            pin(engines)
+        client = Client(directory, made, order)
         stack.callback(client.close)
         for name, front in fronts.items():
             progress.print(f"warming up: {name} ...")
@@ -386,10 +428,23 @@ def main(
             turns = [(load, each) for load in loads for each in ways]
             for load, each in chance.sample(turns, len(turns)):
                 progress.print(f"round {number}, {load}: {each} ...")
-                count = min(requests, loads[load].requests)
+                count = loads[load].requests
                 results[load][each].append(client.run(fronts[each], loads[load], count))
+        with urllib.request.urlopen(f"{engines.all[0].url}/version") as answer:
+            vllm = json.load(answer)["version"]
     sorted_results = {load: {name: of[name] for name in ways} for load, of in results.items()}
-    report(sorted_results, model, rounds, as_json, output)
+    gpu = [] if python is None else [gpu_name()]
+    about = {
+        "machine": ", ".join([machine(), *gpu]),
+        "commit": commit(),
+        "vllm": vllm,
+        "model": model,
+        "rounds": rounds,
+        "pinned": pins,
+        "load_timeout_s": load_timeout,
+        "trace": trace and trace.name,
+    }
+    report(sorted_results, about, as_json, output)
 
 
 def count_of_encoders(ways: dict[str, Way]) -> int:
@@ -409,12 +464,14 @@ def as_process(version: str, command: list[str], out: Any, spares: Any = (), **e
     return start([str(e2e.python_of(version)), *command], stdout=out, stderr=out)
 
 
-def report(results: Results, model: str, rounds: int, as_json: bool, output: Path | None) -> None:
+def report(results: Results, about: dict[str, Any], as_json: bool, output: Path | None) -> None:
     out = Console(highlight=False, width=220)
     if as_json:
-        out.print_json(json.dumps({"machine": machine(), "model": model, "results": results}))
-    of = "one round" if rounds == 1 else f"medians of {rounds} rounds"
-    text = f"{machine()}, vLLM {VERSION}, model {model}, {of}.\n"
+        out.print_json(json.dumps({**about, "results": results}))
+    text = f"{about['machine']}. "
+    text += (
+        ", ".join(f"{name} {value}" for name, value in about.items() if name != "machine") + ".\n"
+    )
     shown = list(tables(results))
     if all(set(COMPARED) <= set(ways) for ways in results.values()):
         shown.append((f"{' : '.join(COMPARED)}, the median round and the range", ratios(results)))
