@@ -144,7 +144,7 @@ def plots() -> dict[str, str]:
                 row[0].replace(" behind the", "").replace(" by", ""): [
                     number(cell, "ms") for cell in row[1:4]
                 ]
-                for row in served[4][1:]
+                for row in served[-2][1:]
             },
         ),
         "pictures/fetch-speed.svg": curves(
