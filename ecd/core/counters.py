@@ -154,8 +154,7 @@ class Counters:
 
     def hit(self, namespace: str, nbytes: int, is_handover: bool, saves_s: float) -> None:
         """Count a lookup that found an entry; unless it is a hand-over it saves `saves_s`."""
-        self.hit_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1  # as `note_hit`
-        self.hit_sizes_bytes += nbytes
+        self.note_hit(nbytes)
         self.bytes_out += nbytes
         self.hits += 1
         self.handed_over += is_handover
@@ -165,7 +164,7 @@ class Counters:
         self, namespace: str, is_handover: bool, saves_s: float, times: float = 1.0
     ) -> None:
         """Count in the namespace what hits were, and what they saved: a hand-over saves nothing."""
-        part = self.namespaces.get(namespace) or self.namespace(namespace)
+        part = self.namespace(namespace)
         if is_handover:
             part.handed_over += times
             return
