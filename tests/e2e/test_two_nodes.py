@@ -400,7 +400,7 @@ def test_an_engine_on_two_machines_shares_nothing_and_says_why(
         daemon.start()
     requests = new.requests(2)
     size = f"{layout}_parallel_size"
-    one = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+    one = {"dtype": "float32"}
     right = Plain(engines, version, **one, **{size: 2}, environ=SPREAD).generate(requests)
     start_engine("ec_producer", daemon=near, environ=ENVIRON, **one, **ENGINE).generate(requests)
     eventually(lambda: near.status().entries == 2, "both stored")

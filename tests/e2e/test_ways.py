@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.parametrize("version", VERSIONS[:1], indirect=True, scope="session"),
 ]
 
-EXACT = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
-"""Sums are equal, whatever shares a step; and no GiB is zeroed at each start."""
+EXACT = {"dtype": "float32"}
+"""Sums are equal, whatever shares a step."""
 COUNTS = {"worker_extension_cls": "counting_worker.Counting"}
 """The log tells of each forward of the vision tower, in whatever process it is."""
 V2 = {
