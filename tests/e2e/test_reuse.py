@@ -337,7 +337,7 @@ def test_a_name_that_a_client_has_chosen_keeps_no_other_picture_in_its_requests(
     servers: Servers, new: Pictures
 ) -> None:
     """A small picture is called like a large one: the text has room beside the small one alone."""
-    large, small = picture_url(0, 1008, 756), picture_url(0, 84, 84)
+    large, small = picture_url(0, 560, 560), picture_url(0, 84, 84)
 
     def named(url: str, words: int) -> list[dict]:
         [part, text] = shown(url, "word " * words)
@@ -348,7 +348,7 @@ def test_a_name_that_a_client_has_chosen_keeps_no_other_picture_in_its_requests(
         assert status == 200
         return body["usage"]["prompt_tokens"]
 
-    words = 1500 * 100 // (tokens(200) - tokens(100))
+    words = 1750 * 100 // (tokens(200) - tokens(100))
     assert servers.encoder.chat(named(large, 1), CALLER, max_tokens=1)[0] == 200
     bystander, before = store_elsewhere(servers, new.url()), failures(servers)
     assert servers.server.chat(named(small, words), max_tokens=1)[0] == 200

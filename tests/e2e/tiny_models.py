@@ -23,6 +23,8 @@ SPECIAL = [
     "<|video_pad|>",
     "<|vision_pad|>",
 ]
+MAX_PIXELS = 560 * 560
+"""Of a picture. An engine that stores encodes one of this size as it starts."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
@@ -98,8 +100,8 @@ def preprocessor(kind: str, processor: str, patch: int) -> dict:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
         "min_pixels": 3136,
-        "max_pixels": 1003520,
-        "size": {"shortest_edge": 3136, "longest_edge": 1003520},
+        "max_pixels": MAX_PIXELS,
+        "size": {"shortest_edge": 3136, "longest_edge": MAX_PIXELS},
         "merge_size": 2,
         "patch_size": patch,
         "temporal_patch_size": 2,
