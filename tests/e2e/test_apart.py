@@ -33,7 +33,7 @@ def lines(engine: Process, text: str) -> list[str]:
 def test_a_consumer_is_told_in_what_the_engine_differs_that_stores(
     own_daemon: Daemon, start_engine: Callable[..., Process]
 ) -> None:
-    flags = {"mm_processor_kwargs": {"max_pixels": 200704}, "dtype": "float32"}
+    flags = {"mm_processor_kwargs": {"max_pixels": 200704}, "dtype": "bfloat16"}
     consumer = start_engine("ec_consumer", daemon=own_daemon, **flags).wait_ready()
     encoder = start_engine(
         "ec_producer",
@@ -44,7 +44,7 @@ def test_a_consumer_is_told_in_what_the_engine_differs_that_stores(
     assert lines(consumer, "this engine shares image and video")
     assert lines(encoder, "this engine shares image; not video, left out by ecd_modalities")
 
-    differ = "differ in dtype (float32 and bfloat16), mm_processor_kwargs"
+    differ = "differ in dtype (bfloat16 and float32), mm_processor_kwargs"
     eventually(lambda: lines(consumer, "finds nothing"), "the consumer is told")
     [told] = lines(consumer, "finds nothing")
     assert f"pid {encoder.pid} stores for the same model" in told

@@ -249,7 +249,7 @@ def test_an_entry_that_no_encoder_of_this_engine_made_is_a_miss(
     eventually(lambda: daemon.status().entries == 1, "its own entry")
     [entry] = daemon.entries()
     planted = [
-        torch.zeros(96, 132, dtype=torch.bfloat16),
+        torch.zeros(96, 132),
         torch.zeros(96, 128, dtype=torch.int8),
     ]
     requests = [new.named() for _ in planted]

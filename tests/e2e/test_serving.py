@@ -65,7 +65,7 @@ def test_a_way_of_serving(
     way = WAYS[name]
     stored, fresh = ([shown(new.url()) for _ in range(PICTURES)] for _ in range(2))
     right = [[answer(plain_server.chat(each)) for each in asked] for asked in (stored, fresh)]
-    encoder = shared("ec_producer", dtype="float32")
+    encoder = shared("ec_producer")
     encoder.generate([{"messages": [{"role": "user", "content": each}]} for each in stored])
     eventually(lambda: daemon.status().entries == PICTURES, "every picture stored")
     daemon.wait_idle()

@@ -400,13 +400,13 @@ def test_an_engine_on_two_machines_shares_nothing_and_says_why(
         daemon.start()
     requests = new.requests(2)
     size = f"{layout}_parallel_size"
-    one = {"dtype": "float32"}
-    right = Plain(engines, version, **one, **{size: 2}, environ=SPREAD).generate(requests)
-    start_engine("ec_producer", daemon=near, environ=ENVIRON, **one, **ENGINE).generate(requests)
+    right = Plain(engines, version, **{size: 2}, environ=SPREAD).generate(requests)
+    start_engine("ec_producer", daemon=near, environ=ENVIRON, **ENGINE).generate(requests)
     eventually(lambda: near.status().entries == 2, "both stored")
 
     port = free_port()
-    both = {**one, size: 2, "nnodes": 2, "master_addr": nodes[0].address, "master_port": port}
+    rendezvous = {"nnodes": 2, "master_addr": nodes[0].address, "master_port": port}
+    both = {"dtype": "float32", size: 2, **rendezvous}
     environ = {**SPREAD, "GLOO_SOCKET_IFNAME": "eth0"}
     leads, follows = ({**environ, "VLLM_HOST_IP": node.address} for node in nodes)
     engine = start_engine("ec_both", daemon=near, environ=leads, node_rank=0, **both)

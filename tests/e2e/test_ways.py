@@ -29,8 +29,6 @@ pytestmark = [
     pytest.mark.parametrize("version", VERSIONS[:1], indirect=True, scope="session"),
 ]
 
-EXACT = {"dtype": "float32"}
-"""Sums are equal, whatever shares a step."""
 COUNTS = {"worker_extension_cls": "counting_worker.Counting"}
 """The log tells of each forward of the vision tower, in whatever process it is."""
 V2 = {
@@ -176,7 +174,7 @@ def test_a_way(
 def shaped(*settings: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict:
     """The settings of an engine of this file."""
     made: dict[str, Any] = {}
-    for each in (EXACT, *settings):
+    for each in settings:
         made |= each
     spreads = SPREAD if made.keys() & {"tensor_parallel_size", "pipeline_parallel_size"} else {}
     return {**made, "environ": {**spreads, **made.get("environ", {}), **(environ or {})}}
@@ -202,7 +200,7 @@ def test_what_a_user_brings_is_neither_stored_nor_looked_up(
     new: Pictures,
 ) -> None:
     """`scheduler_seams.py` has embeddings of a prompt: a tiny vocabulary has no mark for them."""
-    takes = {**EXACT, "enable_mm_embeds": True}
+    takes = {"enable_mm_embeds": True}
     grid = packed(torch.tensor([1, 16, 24]))
     brought = uploaded("of a user", packed(tensor(96, WIDTH)), grid)
     url = shown(new.url())
@@ -211,7 +209,7 @@ def test_what_a_user_brings_is_neither_stored_nor_looked_up(
     )
     plain = Plain(engines, version, **takes)
     right = [plain.generate(each) for each in (asked, picture)]
-    shared("ec_producer", **EXACT).generate(picture)
+    shared("ec_producer").generate(picture)
     eventually(lambda: daemon.status().entries == 1, "the picture stored")
     engine = start_engine("ec_both", **takes).wait_ready()
     for each, expected in zip((asked, picture), right, strict=True):
@@ -235,13 +233,13 @@ def test_items_of_a_towers_adapter_are_the_engines_own(
     new: Pictures,
 ) -> None:
     """A name says nothing of an adapter's weights."""
-    told = {**EXACT, **ADAPTS, "enable_tower_connector_lora": True}
+    told = {**ADAPTS, "enable_tower_connector_lora": True}
     requests = new.requests(2)
     adapted = [{**each, "adapter": str(model_of("tower_adapter"))} for each in requests]
     plain = Plain(engines, version, **told)
     right = [plain.generate(asked) for asked in (adapted, requests)]
     assert tokens(right[0]) != tokens(right[1]), "the adapter must matter"
-    shared("ec_producer", **EXACT).generate(requests, max_tokens=1)
+    shared("ec_producer").generate(requests, max_tokens=1)
     eventually(lambda: daemon.status().entries == 2, "both stored")
     engine = start_engine("ec_consumer", **told).wait_ready()
     same(answer := engine.generate(adapted), right[0])
@@ -263,7 +261,7 @@ def test_a_session_loads_what_comes_later(
     requests = new.requests(2)
     told = str(model_of("qwen2_5_vl")), json.dumps([each["images"][0] for each in requests])
     right = result_of(version, "streaming.py", told[0], "", told[1])
-    shared("ec_producer", dtype="float32").generate(requests, max_tokens=1)
+    shared("ec_producer").generate(requests, max_tokens=1)
     eventually(lambda: daemon.status().entries == 2, "both stored")
     found = result_of(version, "streaming.py", told[0], daemon.address, told[1])
     assert found["tokens"] == right["tokens"]
@@ -284,13 +282,13 @@ def test_an_engine_that_an_external_launcher_starts_shares_nothing_and_says_why(
     new: Pictures,
 ) -> None:
     requests = new.requests(2)
-    right = Plain(engines, version, **EXACT).generate(requests)
-    shared("ec_producer", **EXACT).generate(requests, max_tokens=1)
+    right = Plain(engines, version).generate(requests)
+    shared("ec_producer").generate(requests, max_tokens=1)
     eventually(lambda: daemon.status().entries == 2, "both stored")
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ = {**launched, "MASTER_PORT": str(free_port())}
     how = {"distributed_executor_backend": "external_launcher", "environ": environ}
-    engine = start_engine("ec_both", **EXACT, **how).wait_ready()
+    engine = start_engine("ec_both", **how).wait_ready()
     assert "nothing is shared: the executor external_launcher may have" in engine.text()
     puts = daemon.status().counters.puts
     same(answer := engine.generate([*requests, *requests]), {"outputs": right["outputs"] * 2})
