@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,11 +53,15 @@ def other_end(side: Side, chance: Random) -> Side:
     return chance.choice([each for each in side.world.sides if each is not side])
 
 
+def new_group(name: str) -> Path:
+    """Another campaign may have one of this name, or have been killed and have left it."""
+    return Path(tempfile.mkdtemp(prefix=f"ecd-campaign-{name}-", dir=CGROUPS))
+
+
 @contextlib.contextmanager
 def little_memory(pid: int, name: str) -> Iterator[None]:
     """The process gets next to no more memory: the kernel kills it when it asks for some."""
-    group = CGROUPS / f"ecd-campaign-{os.getpid()}-{name}"
-    group.mkdir()
+    group = new_group(name)
     try:
         (group / "memory.limit_in_bytes").write_text("64K")
         with contextlib.suppress(ProcessLookupError):
@@ -79,10 +83,8 @@ def little_memory(pid: int, name: str) -> Iterator[None]:
 def available(with_engines: bool) -> tuple[list[Kind], list[str]]:
     """The kinds that this machine can make, and the names of the others."""
     kinds = [each for each in KINDS if with_engines or each.lane != "engine"]
-    own = CGROUPS / f"ecd-campaign-{os.getpid()}"
     try:
-        own.mkdir()
-        own.rmdir()
+        new_group("none").rmdir()
     except OSError:
         return [each for each in kinds if "cgroup" not in each.name], [
             each.name for each in kinds if "cgroup" in each.name

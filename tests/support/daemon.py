@@ -54,6 +54,8 @@ IMPORTED = (
     *("uvloop", "xxhash", "zmq"),
 )
 """By the Python that is forked for daemons: what of a start is not ecd's, half a second."""
+RUN = uuid.uuid4().hex[:8]
+"""A process's id is another's, too, where each has a namespace of its own."""
 _one_at_a_time = threading.Lock()  # of those that tests start from several threads
 
 
@@ -107,7 +109,7 @@ class Daemon:
     def __init__(self, directory: Path, pool: str = "64MiB", **settings: str) -> None:
         Daemon.count += 1
         self.directory = directory
-        self.name = f"test-{os.getpid()}-{Daemon.count}"
+        self.name = f"test-{os.getpid()}-{RUN}-{Daemon.count}"
         self.address = f"unix://{directory}/ecd-{Daemon.count}.sock"
         self.log = directory / f"daemon-{Daemon.count}.log"
         self.shm = Path("/dev/shm") / f"ecd-{self.name}"
