@@ -31,7 +31,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 GRID = list(Pictures.GRID)
-ENTRY_BYTES = Pictures.EMBEDDINGS * 256
+ENTRY_BYTES = Pictures.EMBEDDINGS * 128 * 4
 
 
 def bare(request: dict, grid: list[int] = GRID) -> dict:
