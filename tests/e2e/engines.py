@@ -195,7 +195,8 @@ class Engine:
             else:
                 node = node_of(prefix)
                 assert node is not None, prefix
-                spares = [1, ranks] if ranks > 1 else []
+                is_apart = environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
+                spares = [1, ranks] if ranks > 1 else [1] if is_apart else []
                 how = {"node": node, "spares": spares}
                 self._process = Fork(version, [script, told], out, writer, **how, **environ)
         os.close(writer)
