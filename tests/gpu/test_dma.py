@@ -27,7 +27,7 @@ from support.waiting import HANG_S, eventually, stopped
 Scenario = Callable[..., dict]
 STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
+STRESS_S = float(os.environ.get("ECD_STRESS_S", "4"))
 NIGHT = pytest.mark.night
 FOUND_S = 3 * HANG_S
 """How long a run looks for what a rule that was left out must show; it ends when that is found."""
