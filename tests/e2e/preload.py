@@ -32,7 +32,7 @@ make_group = ProcessGroupGloo.__init__
 def make_group_on_one_device(
     self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta
 ) -> None:
-    """A device has a thread that wakes 160 times a second, and vLLM makes 13 groups."""
+    """A device has a thread that wakes a hundred times a second, and vLLM makes 13 groups."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return make_group(self, store, rank, size, timeout)
     options = ProcessGroupGloo._Options()
