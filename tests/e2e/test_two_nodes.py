@@ -370,6 +370,7 @@ def follower(
         command += ["--node-rank=1", *flags, "--ec-transfer-config", json.dumps(transfer)]
         # The rest is as in `engine_process.py`: both machines warm up with one shape.
         command += ["--max-model-len=2048", "--max-num-seqs=8", "--enforce-eager"]
+        command += ["--dtype=float32", f"--kv-cache-memory-bytes={64 << 20}"]
         command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
         holder = node_of(nodes[1].prefix)
         assert holder is not None
@@ -405,8 +406,7 @@ def test_an_engine_on_two_machines_shares_nothing_and_says_why(
     eventually(lambda: near.status().entries == 2, "both stored")
 
     port = free_port()
-    rendezvous = {"nnodes": 2, "master_addr": nodes[0].address, "master_port": port}
-    both = {"dtype": "float32", size: 2, **rendezvous}
+    both = {size: 2, "nnodes": 2, "master_addr": nodes[0].address, "master_port": port}
     environ = {**SPREAD, "GLOO_SOCKET_IFNAME": "eth0"}
     leads, follows = ({**environ, "VLLM_HOST_IP": node.address} for node in nodes)
     engine = start_engine("ec_both", daemon=near, environ=leads, node_rank=0, **both)
