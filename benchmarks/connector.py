@@ -57,6 +57,8 @@ WARM_STEPS = 60
 """The first of each way, which store the pictures and warm the engine up, are left out."""
 COPY = "the copy"
 """Stands among a worker's hooks, and is a part of them."""
+OWN = "own "
+"""Before a hook's name, as in `timed.py`: what the hook took of a processor."""
 Found = dict[str, dict[str, Any]]
 
 
@@ -132,6 +134,12 @@ def found_in(directory: Path) -> Iterator[dict[str, Any]]:
     for step in json.loads((directory / "steps.json").read_text()):
         for role in ROLES:
             step[role] = hooks.get(role, {}).get(str(step["number"]), {})
+        step[OWN] = {
+            f"{role}: {hook.removeprefix(OWN)}": step[role].pop(hook)
+            for role in ROLES
+            for hook in list(step[role])
+            if hook.startswith(OWN)
+        }
         step[COPY] = step["worker"].pop(COPY, 0)
         yield step
 
@@ -183,6 +191,7 @@ def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
         for role in ROLES
         for hook in sorted({hook for step in steps for hook in step[role]})
     }
+    own = {hook: fmean(step[OWN].get(hook, 0) / 1e3 for step in steps) for hook in by_hook}
     by_role = {role: [sum(step[role].values()) / 1e3 for step in steps] for role in ROLES}
     each = [sum(roles) for roles in zip(*by_role.values(), strict=True)]
     step_us = [step["step_ns"] / 1e3 for step in steps]
@@ -192,9 +201,10 @@ def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "hooks": spread(each),
         **{role: spread(values) for role, values in by_role.items()},
         COPY: spread([step[COPY] / 1e3 for step in steps]),
+        "own": spread([sum(step[OWN].values()) / 1e3 for step in steps]),
         "step": spread(step_us),
         "share": median(hooks / step for hooks, step in zip(each, step_us, strict=True)),
-        "by_hook": {hook: spread(values) for hook, values in by_hook.items()},
+        "by_hook": {hook: {**spread(values), "own": own[hook]} for hook, values in by_hook.items()},
     }
 
 
@@ -205,14 +215,14 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def tables(found: Found) -> tuple[list[list[str]], list[list[str]]]:
     """The sums, and what each hook has of them."""
-    columns = ("hooks", "scheduler", "worker", COPY)
+    columns = ("hooks", "own", "scheduler", "worker", COPY)
     sums = [["a step that", "with", "steps", "hooks", "p99", *columns[1:], "the step", "share"]]
-    hooks = [["a step that", "with", "hook", "mean", "p99"]]
+    hooks = [["a step that", "with", "hook", "mean", "own", "p99"]]
     for kind, ways in found.items():
         for way, took in ways.items():
             row = [kind, NAMES[way], f"{took['steps']:,}"]
             if way == NONE:
-                row += ["-"] * 5
+                row += ["-"] * (len(columns) + 1)
             else:
                 medians = [us(took[column]["median"]) for column in columns]
                 row += [medians[0], us(took["hooks"]["p99"]), *medians[1:]]
@@ -220,7 +230,8 @@ def tables(found: Found) -> tuple[list[list[str]], list[list[str]]]:
             sums.append(row)
             if way in (ECD, EXAMPLE):
                 for hook, of in took["by_hook"].items():
-                    hooks.append([kind, NAMES[way], hook, us(of["mean"]), us(of["p99"])])
+                    times = [us(of[name]) for name in ("mean", "own", "p99")]
+                    hooks.append([kind, NAMES[way], hook, *times])
     return sums, hooks
 
 
@@ -244,7 +255,8 @@ def main(
         out.print_json(json.dumps({"machine": machine(), "item_bytes": nbytes, "steps": found}))
         return
     titles = (
-        f"All hooks of one step, medians and their p99; {rounds} rounds, each item {nbytes:,} B.",
+        f"All hooks of one step, medians and their p99; {rounds} rounds, each item {nbytes:,} B. "
+        "Own: of a processor, without waits.",
         "By hook; a hook that a step did not call counts as 0.",
     )
     text = f"{machine()}, vLLM {VERSION}.\n"
