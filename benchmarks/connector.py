@@ -57,8 +57,8 @@ WARM_STEPS = 60
 """The first of each way, which store the pictures and warm the engine up, are left out."""
 COPY = "the copy"
 """Stands among a worker's hooks, and is a part of them."""
-OWN = "own "
-"""Before a hook's name, as in `timed.py`: what the hook took of a processor."""
+OWN = "own"
+"""What hooks took of a processor, without waits."""
 Found = dict[str, dict[str, Any]]
 
 
@@ -127,19 +127,14 @@ def start(model: Path, directory: Path, daemon: str, *, plain: bool) -> Engine:
 def found_in(directory: Path) -> Iterator[dict[str, Any]]:
     """The steps of an engine that has ended, each with what its hooks took, if it had any."""
     hooks = {
-        role: json.loads((directory / f"{role}.json").read_text())
+        name: json.loads((directory / f"{name}.json").read_text())
         for role in ROLES
+        for name in (role, f"{role} {OWN}")
         if role == "scheduler" or (directory / "files").exists()
     }
     for step in json.loads((directory / "steps.json").read_text()):
-        for role in ROLES:
-            step[role] = hooks.get(role, {}).get(str(step["number"]), {})
-        step[OWN] = {
-            f"{role}: {hook.removeprefix(OWN)}": step[role].pop(hook)
-            for role in ROLES
-            for hook in list(step[role])
-            if hook.startswith(OWN)
-        }
+        for name in (*ROLES, *(f"{role} {OWN}" for role in ROLES)):
+            step[name] = hooks.get(name, {}).get(str(step["number"]), {})
         step[COPY] = step["worker"].pop(COPY, 0)
         yield step
 
@@ -187,11 +182,14 @@ def by_kind(steps: list[dict[str, Any]]) -> Found:
 def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Microseconds, of steps that had the same to do in the same way."""
     by_hook = {
-        f"{role}: {hook}": [step[role].get(hook, 0) / 1e3 for step in steps]
+        f"{role}: {hook}": {
+            **spread([step[role].get(hook, 0) / 1e3 for step in steps]),
+            OWN: fmean(step[f"{role} {OWN}"].get(hook, 0) / 1e3 for step in steps),
+        }
         for role in ROLES
         for hook in sorted({hook for step in steps for hook in step[role]})
     }
-    own = {hook: fmean(step[OWN].get(hook, 0) / 1e3 for step in steps) for hook in by_hook}
+    own_us = [sum(sum(step[f"{role} {OWN}"].values()) for role in ROLES) / 1e3 for step in steps]
     by_role = {role: [sum(step[role].values()) / 1e3 for step in steps] for role in ROLES}
     each = [sum(roles) for roles in zip(*by_role.values(), strict=True)]
     step_us = [step["step_ns"] / 1e3 for step in steps]
@@ -201,10 +199,10 @@ def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "hooks": spread(each),
         **{role: spread(values) for role, values in by_role.items()},
         COPY: spread([step[COPY] / 1e3 for step in steps]),
-        "own": spread([sum(step[OWN].values()) / 1e3 for step in steps]),
+        OWN: spread(own_us),
         "step": spread(step_us),
         "share": median(hooks / step for hooks, step in zip(each, step_us, strict=True)),
-        "by_hook": {hook: {**spread(values), "own": own[hook]} for hook, values in by_hook.items()},
+        "by_hook": by_hook,
     }
 
 
@@ -215,9 +213,9 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def tables(found: Found) -> tuple[list[list[str]], list[list[str]]]:
     """The sums, and what each hook has of them."""
-    columns = ("hooks", "own", "scheduler", "worker", COPY)
+    columns = ("hooks", OWN, "scheduler", "worker", COPY)
     sums = [["a step that", "with", "steps", "hooks", "p99", *columns[1:], "the step", "share"]]
-    hooks = [["a step that", "with", "hook", "mean", "own", "p99"]]
+    hooks = [["a step that", "with", "hook", "mean", OWN, "p99"]]
     for kind, ways in found.items():
         for way, took in ways.items():
             row = [kind, NAMES[way], f"{took['steps']:,}"]
@@ -230,7 +228,7 @@ def tables(found: Found) -> tuple[list[list[str]], list[list[str]]]:
             sums.append(row)
             if way in (ECD, EXAMPLE):
                 for hook, of in took["by_hook"].items():
-                    times = [us(of[name]) for name in ("mean", "own", "p99")]
+                    times = [us(of[name]) for name in ("mean", OWN, "p99")]
                     hooks.append([kind, NAMES[way], hook, *times])
     return sums, hooks
 

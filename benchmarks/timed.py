@@ -29,8 +29,6 @@ from ecd_client.vllm.worker import loader
 
 PLACE = "BENCH_STEPS"
 """The variable that names the directory to write in."""
-OWN = "own "
-"""Before a hook's name: what it took of a processor, and not in a wait for the GIL."""
 Took = dict[int, dict[str, int]]
 """Nanoseconds, by step and hook."""
 
@@ -46,6 +44,7 @@ class Steps:
         self.all: list[dict[str, Any]] = []
         self.number = 0
         self.took: Took = {}  # by the scheduler's hooks
+        self.own: Took = {}
         self.stored = self.encoded = self.tokens = self.requests = 0
 
     def schedule(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,6 +86,7 @@ class Steps:
         def told(*args: Any, **kwargs: Any) -> Any:
             write("steps", self.all)
             write("scheduler", self.took)
+            write("scheduler own", self.own)
             return call(*args, **kwargs)
 
         return told
@@ -121,8 +121,10 @@ class Timed(Switching):
         self._is_worker = role is ECConnectorRole.WORKER
         self._step = 0  # the worker's
         self._took: Took = defaultdict(lambda: defaultdict(int))
+        self._own: Took = defaultdict(lambda: defaultdict(int))
+        """What hooks took of a processor, without their waits for the GIL."""
         if not self._is_worker:
-            steps.took = self._took
+            steps.took, steps.own = self._took, self._own
         for way, connector in self._ways.items():
             hooks = {hook: self._timed(hook, getattr(connector, hook)) for hook in HOOKS}
             self._ways[way] = SimpleNamespace(**hooks, shutdown=connector.shutdown)
@@ -133,11 +135,11 @@ class Timed(Switching):
             started = perf_counter_ns()
             result = call(*args, **kwargs)
             ended, own_ended = perf_counter_ns(), thread_time_ns()
-            took = self._took[self._step if self._is_worker else steps.number]
-            took[hook] += ended - started
-            took[OWN + hook] += own_ended - own_started
+            step = self._step if self._is_worker else steps.number
+            self._took[step][hook] += ended - started
+            self._own[step][hook] += own_ended - own_started
             if copies.ns != copied:
-                took["the copy"] += copies.ns - copied
+                self._took[step]["the copy"] += copies.ns - copied
             return result
 
         return timed
@@ -155,6 +157,7 @@ class Timed(Switching):
     def shutdown(self) -> None:
         if self._is_worker:
             write("worker", self._took)
+            write("worker own", self._own)
         super().shutdown()
 
 
