@@ -35,11 +35,11 @@ from common import MIB, SIZES, end_daemon, machine, markdown, show, start_daemon
 from rich.console import Console
 
 from ecd.core.model.types import Key
-from ecd.memory.disk.disk_dir import PIECE_BYTES
+from ecd.memory.disk.disk_dir import DISK_PIECE_BYTES
 from ecd.memory.disk.disk_format import file_name
 from ecd.replay.policies import POLICIES
-from ecd.replay.reading import Accesses, Item
-from ecd.replay.whatif import Disk, Outcome, simulate
+from ecd.replay.reading import Accesses, TracedKey
+from ecd.replay.whatif import Disk, PoolOutcome, simulate
 from ecd_client import Client
 from ecd_client.session.channel import call, open_channel
 from ecd_proto.v1 import cache_pb2 as pb
@@ -69,8 +69,8 @@ def plain_read_s(path: Path, into: mmap.mmap, nbytes: int) -> float:
     started = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     with memoryview(into) as whole:
-        for start in range(0, nbytes, PIECE_BYTES):
-            os.preadv(fd, [whole[start : min(start + PIECE_BYTES, nbytes)]], start)
+        for start in range(0, nbytes, DISK_PIECE_BYTES):
+            os.preadv(fd, [whole[start : min(start + DISK_PIECE_BYTES, nbytes)]], start)
     os.close(fd)
     return time.perf_counter() - started
 
@@ -124,7 +124,7 @@ def _read_each(
         while disk_of(address).writes < number - count // 8 and time.monotonic() < until_s:
             time.sleep(0.005)
     place = Path(disk_of(address).path)
-    into = mmap.mmap(-1, nbytes + PIECE_BYTES)
+    into = mmap.mmap(-1, nbytes + DISK_PIECE_BYTES)
     into[:] = bytes(len(into))
     plain_s: list[float] = []
     get_s: list[float] = []
@@ -226,13 +226,13 @@ def savings(directory: Path) -> list[list[str]]:
 
 def _replay(
     accesses: list[Access], times_s: array[float], pool_bytes: int, bytes_per_s: int
-) -> Outcome:
+) -> PoolOutcome:
     """What `ecd replay` has for a run's accesses, under the daemon's policy."""
     numbers = {
         key: number for number, key in enumerate(dict.fromkeys(each.key for each in accesses))
     }
     items = {
-        numbers[a.key]: Item(numbers[a.key], 1, a.nbytes, a.nbytes, a.cost_s) for a in accesses
+        numbers[a.key]: TracedKey(numbers[a.key], 1, a.nbytes, a.nbytes, a.cost_s) for a in accesses
     }
     order = array("I", (numbers[each.key] for each in accesses))
     found = Accesses([items[number] for number in range(len(items))], order, times_s)

@@ -26,7 +26,7 @@ from workloads import ACCESSES, WORKLOADS, workload
 
 from ecd.replay.bounds import bounds
 from ecd.replay.policies import POLICIES
-from ecd.replay.whatif import Outcome, simulate
+from ecd.replay.whatif import PoolOutcome, simulate
 
 SHARES = (0.05, 0.10, 0.20)
 SEEDS = (1, 2, 3)
@@ -50,7 +50,7 @@ def run(name: str, seed: int, share: float) -> Run:
     return run_of(outcomes, bounds(found, size).feasible_s)
 
 
-def run_of(outcomes: list[Outcome], feasible_s: float) -> Run:
+def run_of(outcomes: list[PoolOutcome], feasible_s: float) -> Run:
     """The figures of one pool, under each policy of COLUMNS."""
     saved = {outcome.policy: outcome.share for outcome in outcomes}
     saved[CLAIRVOYANT] = feasible_s / outcomes[0].infinite_s

@@ -18,7 +18,7 @@ from common import MIB, timed_us
 from gpu_common import GIB, POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
 
 from ecd_client import Client
-from ecd_client.device.pinned import PIECE_BYTES, PinnedPool
+from ecd_client.device.pinned import PINNED_PIECE_BYTES, PinnedPool
 from ecd_client.values import Parts
 from ecd_proto.mapped_file import HUGE_BYTES, MappedFile
 
@@ -156,7 +156,9 @@ def _register_s(nbytes: int, is_huge: bool) -> tuple[float, float] | None:
             return None
     else:
         mapping.populate(0, nbytes)
-    pieces = [(at, min(PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, PIECE_BYTES)]
+    pieces = [
+        (at, min(PINNED_PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, PINNED_PIECE_BYTES)
+    ]
     with driver.on(torch.cuda.current_device()):
         started = time.perf_counter()
         for at, piece in pieces:

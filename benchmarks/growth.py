@@ -34,9 +34,9 @@ from ecd.core.policy.policy import Policy
 from ecd.core.policy.value_density import ValueDensity
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
-from ecd.ops.history import KEPT, History, lot
+from ecd.ops.history import KEPT_SAMPLES, History, lot
 from ecd.ops.status import Status
-from ecd.ops.status_page import MAX_PEERS, Look, described
+from ecd.ops.status_page import MAX_PEERS, PageFigures, described
 from ecd_client import Client
 from ecd_client.session.channel import call, open_channel
 from ecd_proto.mapped_file import MappedFile
@@ -121,11 +121,11 @@ def measure_look(count: int) -> dict[str, float]:
     nodes = [pb.PeerStatus(node=f"node-{n}:1", state="connected") for n in range(MAX_PEERS)]
     peers = pb.PeersReply(node=identity.node, peers=nodes)
     history = History(status.figures, REAL)
-    for _ in range(KEPT):
+    for _ in range(KEPT_SAMPLES):
         history.sample()
 
-    def on_loop() -> Look:
-        return Look(status.read(), peers, history.refused_s_ago(), history.samples(), 0.0)
+    def on_loop() -> PageFigures:
+        return PageFigures(status.read(), peers, history.refused_s_ago(), history.samples(), 0.0)
 
     def encoded() -> bytes:
         return json.dumps({**described(look), "history": lot(look.samples, 0)}).encode()

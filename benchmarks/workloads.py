@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ecd.replay.reading import Accesses, Item
+from ecd.replay.reading import Accesses, TracedKey
 
 ACCESSES = 40_000
 SERVEGEN = Path(__file__).with_name("servegen_image_tokens.csv")
@@ -38,16 +38,16 @@ class Model(NamedTuple):
     b_s: float
     c_s: float
 
-    def item(self, key: int, rows: int, group_rows: int | None = None) -> Item:
+    def item(self, key: int, rows: int, group_rows: int | None = None) -> TracedKey:
         """A medium of `rows`, of which `group_rows` at a time attend to each other."""
         quadratic_s = self.c_s * rows * (rows if group_rows is None else group_rows)
         cost_s = self.a_s + self.b_s * rows + quadratic_s
-        return Item(key, self.number, rows * self.row_bytes, rows, cost_s)
+        return TracedKey(key, self.number, rows * self.row_bytes, rows, cost_s)
 
 
 QWEN3_VL = Model(1, 32 << 10, 8e-3, 9e-6, 8e-9)  # 8B: 4096 x (1 + 3 DeepStack levels) x 2 bytes
 QWEN25_VL = Model(2, 7 << 10, 10e-3, 13.5e-6, 1.3e-9)  # 7B, windowed attention
-Access = tuple[float, Item]
+Access = tuple[float, TracedKey]
 """A time in seconds and what is asked for then."""
 
 
@@ -83,7 +83,7 @@ def chat(chance: random.Random, prefix_share: float = 0.0) -> Iterator[Access]:
     keys, sizes, shared = count(1 << 20), ServeGenSizes(), Zipf(2000, 0.8)
     rows_of_shared = [sizes.draw(chance) for _ in range(2000)]
 
-    def picture() -> Item:
+    def picture() -> TracedKey:
         if chance.random() < 0.15:
             key = shared.draw(chance)
             return QWEN3_VL.item(key, rows_of_shared[key])
@@ -134,7 +134,7 @@ def agents(chance: random.Random, at_once: int = 80) -> Iterator[Access]:
     keys, common = count(1000), Zipf(200, 0.8)
 
     def agent(begin_s: float) -> Iterator[Access]:
-        screens: list[Item] = []
+        screens: list[TracedKey] = []
         for step in range(15):
             is_common = chance.random() < 0.08
             key = common.draw(chance) if is_common else next(keys)

@@ -23,7 +23,7 @@ from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
 from ecd.ops.trace import Recorder
 from ecd.rpc.cache.cache_service import CacheService, Monitor, Observe
-from ecd.rpc.cache.origins import Disk, NoDisk, OtherNodes, Recovering
+from ecd.rpc.cache.origins import DiskEntries, NoDisk, OtherNodes, Recovering
 from ecd.rpc.cache.puts import Doorbell, PutIntake
 from ecd.rpc.cache.sessions import OpenedFiles, SessionStreams
 from ecd_proto.shm.files import GRANULE_BYTES
@@ -97,7 +97,11 @@ class Node:
         self.streams = SessionStreams(live, self.flights, files, identity)
 
     def service(
-        self, others: OtherNodes, recovery: Recovering, monitor: Monitor, disk: Disk | None = None
+        self,
+        others: OtherNodes,
+        recovery: Recovering,
+        monitor: Monitor,
+        disk: DiskEntries | None = None,
     ) -> CacheService:
         """The service that engines on this node call."""
         return CacheService(

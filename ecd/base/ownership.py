@@ -25,7 +25,7 @@ _KINDS = {
 _ALL_USERS = ["0", "0", "4294967295"]
 
 
-class Held(BlockingIOError):
+class LockHeld(BlockingIOError):
     """Another process has the lock; `who` names it in brackets, or is empty if it has not said."""
 
     def __init__(self, fd: int) -> None:
@@ -64,7 +64,7 @@ def open_place(path: Path | str) -> int:
 def take_lock(directory_fd: int, name: str, owners: frozenset[int], clock: Clock = REAL) -> int:
     """Lock a file of this name in the directory; the lock lives as long as the descriptor.
 
-    Raises NotOurs: the file is not one of `owners`' alone; Held: it is locked; OSError.
+    Raises NotOurs: the file is not one of `owners`' alone; LockHeld: it is locked; OSError.
     FileNotFoundError: the directory was removed.
     """
     deadline_s = clock.now_s() + LOCK_WAIT_S
@@ -89,7 +89,7 @@ def take_lock(directory_fd: int, name: str, owners: frozenset[int], clock: Clock
             pass  # its last holder unlinked it between our open and our lock
         except BlockingIOError:
             if clock.now_s() >= deadline_s:
-                held_by = Held(fd)
+                held_by = LockHeld(fd)
                 os.close(fd)
                 raise held_by from None
             clock.block(0.02)

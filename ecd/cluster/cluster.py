@@ -27,7 +27,7 @@ from ecd.cluster.peers.offers import Offers
 from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.peers.peers import Peers, open_channel
 from ecd.cluster.peers.tls import credentials
-from ecd.cluster.transport.engine import Engine, EngineSettings
+from ecd.cluster.transport.engine import EngineSettings, ReadEngine
 from ecd.cluster.transport.handshake import probe
 from ecd.cluster.transport.pool_reads import PoolReads
 from ecd.core.model.outcomes import Leased
@@ -88,7 +88,7 @@ def connect(url: str, timeout_s: float) -> Any:
 class Outside(NamedTuple):
     """The makers of all that a node uses outside its process; a simulation brings its own."""
 
-    engine: Callable[[EngineSettings, bytes], Engine] = Engine
+    engine: Callable[[EngineSettings, bytes], ReadEngine] = ReadEngine
     channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel
     probe: Callable[[str], Awaitable[str]] = probe
     redis: Callable[[str, float], Any] = connect

@@ -102,7 +102,7 @@ class FetchCounters:
     set_aside_bytes: int = 0  # now
 
 
-class Terms(NamedTuple):
+class Ask(NamedTuple):
     """How one node is asked for a lease."""
 
     made_within_s: float | None
@@ -142,7 +142,7 @@ class Deliveries:
         """Whether the key is being read without a lease: two nodes may do so from each other."""
         return key in self._speculative
 
-    async def bring(self, candidate: Admitted, flight: Flight, terms: Terms) -> Outcome | Elsewhere:
+    async def bring(self, candidate: Admitted, flight: Flight, terms: Ask) -> Outcome | Elsewhere:
         """Bring the flight's entry from this node, if it leases it, or the node that it names."""
         try:
             return await self._bring(candidate, flight, terms)
@@ -155,9 +155,7 @@ class Deliveries:
             logger.warning("%s from %s: %s", name, node, error.outcome.value, extra=about)
             return error.outcome
 
-    async def _bring(
-        self, candidate: Admitted, flight: Flight, terms: Terms
-    ) -> Outcome | Elsewhere:
+    async def _bring(self, candidate: Admitted, flight: Flight, terms: Ask) -> Outcome | Elsewhere:
         """As `bring`. Raises PeerUnavailable and _Failed."""
         flight.peer = candidate.hint.node
         with Stage("connecting", self._live.clock):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ecd.cluster.deliveries import Deliveries, Terms
+from ecd.cluster.deliveries import Ask, Deliveries
 from ecd.cluster.directory.directory import Candidate
 from ecd.cluster.peers.admission import Admitted
 from ecd.cluster.peers.candidates import Candidates
@@ -237,7 +237,7 @@ class Fetcher:
             patience_s = None
             if asked is not candidate:  # or one that has stopped takes all the time that is left
                 patience_s = max(0.0, flight.left_s * PATIENCE)
-            terms = Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
+            terms = Ask(made_within_s, sent_on < MAX_SENT_ON, patience_s)
             found = await self.deliveries.bring(asked, flight, terms)
             if isinstance(found, Elsewhere):
                 made_within_s = None

@@ -20,7 +20,7 @@ CLIPPED_TO = 4.0
 """A report counts as no more than this multiple of the fit, and no less than this part of it."""
 BOUNDS_S = (1e-6, MAX_COST_S)
 """No report counts as less or more."""
-KEPT = 0.999
+KEPT_WEIGHT = 0.999
 """The weight of all earlier reports after each new one."""
 GUESSED_ROWS = (64.0, 4096.0)
 """Where the scaled guess counts as one report each: a fit to entries of one size needs them."""
@@ -97,11 +97,11 @@ class _Fit:
         fit_s = max(self.seconds(rows), BOUNDS_S[0])
         seconds = min(max(seconds, fit_s / CLIPPED_TO), fit_s * CLIPPED_TO)
         weight = _guess_s(rows) ** -2
-        self._n = KEPT * self._n + weight
-        self._x = KEPT * self._x + weight * rows
-        self._y = KEPT * self._y + weight * seconds
-        self._xx = KEPT * self._xx + weight * rows * rows
-        self._xy = KEPT * self._xy + weight * rows * seconds
+        self._n = KEPT_WEIGHT * self._n + weight
+        self._x = KEPT_WEIGHT * self._x + weight * rows
+        self._y = KEPT_WEIGHT * self._y + weight * seconds
+        self._xx = KEPT_WEIGHT * self._xx + weight * rows * rows
+        self._xy = KEPT_WEIGHT * self._xy + weight * rows * seconds
 
     def _solve(self) -> None:
         scale = self._y / (GUESS_S * self._n + GUESS_PER_ROW_S * self._x)

@@ -46,7 +46,7 @@ BENCH = "ecd-cli bench "
 
 COUNTED_NAMESPACES = 50
 """Namespaces that are counted by name, the first to have events: each is a set of time series."""
-SILENT_S = 3600.0
+QUIET_S = 3600.0
 """Time without events after which a namespace without entries may lose its name to another one."""
 
 
@@ -134,11 +134,11 @@ class Counters:
     def drop_silent(self, now_s: float, has_entries: Callable[[str], bool]) -> None:
         """If all names are in use, drop those of silent namespaces without entries.
 
-        Looks once in SILENT_S, for namespaces without an event since the last look. One that comes
+        Looks once in QUIET_S, for namespaces without an event since the last look. One that comes
         back counts from 0, which a time series takes for a restart. Its counts do not move to
         `other_namespaces`, where they would be new events.
         """
-        if now_s - self.seen_s < SILENT_S:
+        if now_s - self.seen_s < QUIET_S:
             return
         if len(self.namespaces) == COUNTED_NAMESPACES:
             for name, part in list(self.namespaces.items()):

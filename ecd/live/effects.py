@@ -23,7 +23,7 @@ EVICTED_AT_A_TIME = 32
 """Entries evicted, or examined for an eviction, in one turn of the event loop."""
 
 
-class Subscriber(Protocol):
+class SessionOwner(Protocol):
     """The owner of sessions, which receives their events between calls."""
 
     def wait_ended(self, wakeup: Wakeup) -> None: ...
@@ -73,7 +73,7 @@ class Effects:
 
     def __init__(self, cache: Cache, turns: Turns, clock: Clock) -> None:
         self._cache, self._turns, self._clock = cache, turns, clock
-        self._subscribers: dict[SessionId, Subscriber] = {}
+        self._subscribers: dict[SessionId, SessionOwner] = {}
         self._woken: deque[Wakeup] = deque()  # not told yet
         self._followers: list[Changes] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -86,7 +86,7 @@ class Effects:
         """Whether every ended wait is reported and no pool is being trimmed."""
         return not self._woken and not self._is_trimming
 
-    def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
+    def subscribe(self, session: SessionId, subscriber: SessionOwner) -> None:
         self._subscribers[session] = subscriber
 
     def unsubscribe(self, session: SessionId) -> None:

@@ -43,7 +43,7 @@ from ecd.core.model.types import (
 )
 from ecd.core.pool.pool import Pool
 from ecd.live.background import Background, until_first
-from ecd.live.effects import Changes, Effects, Subscriber
+from ecd.live.effects import Changes, Effects, SessionOwner
 from ecd.live.intake import Intake, NoPuts, Taken
 from ecd.live.makings import MAX_MAKINGS, Makings, Wait
 from ecd.live.operators import Operators
@@ -189,7 +189,7 @@ class LiveCache:
         """Count a session that met a bound of its service, under one of the core's CAUSES."""
         self.cache.counters.refuse(cause, limit)
 
-    def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
+    def subscribe(self, session: SessionId, subscriber: SessionOwner) -> None:
         """Notify the subscriber how the session's waits and leases end, until it leaves."""
         self._effects.subscribe(session, subscriber)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
-from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find, generation_of
+from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Unusable, find, generation_of
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.contract import SMALL_POOL_BYTES, count_text, size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
@@ -106,8 +106,8 @@ class HostPool:
             if isinstance(found, Leftovers):
                 self.directory.link(found.pool.name, self.path.name)
         except OSError as error:
-            found = Lost(str(error))
-        if isinstance(found, Lost):
+            found = Unusable(str(error))
+        if isinstance(found, Unusable):
             path = self.directory.path
             who = ", ".join(holders.holders(path))
             still = f"; still mapped by {who}" if who else ""

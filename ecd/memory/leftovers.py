@@ -178,13 +178,15 @@ class Leftovers:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Unusable:
     """Leftovers that cannot be used."""
 
     why: str
 
 
-def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Leftovers | Lost | None:
+def find(
+    directory: Path, wanted_bytes: int | None, clock: Clock = REAL
+) -> Leftovers | Unusable | None:
     """Find the leftovers in a directory of this user; None if there are none.
 
     A pool larger than `wanted_bytes` is not taken: to cut it short would end a client that still
@@ -195,7 +197,7 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
         if index.with_suffix(POOL_SUFFIX).exists() and index.with_suffix(SESSIONS_SUFFIX).exists():
             generation = generation_of(index)
             if generation is None:
-                return Lost("it is of another version of ecd")
+                return Unusable("it is of another version of ecd")
             if generation:
                 generations.append((generation, index))
     if not generations:
@@ -211,15 +213,15 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
     nbytes = max(_header(index)[POOL_BYTES_WORD] for _, index in same) or stat.st_size
     if wanted_bytes is not None and wanted_bytes < nbytes:
         found, wanted = size_text(nbytes), size_text(wanted_bytes)
-        return Lost(f"its pool has {found}, and only {wanted} are wanted")
+        return Unusable(f"its pool has {found}, and only {wanted} are wanted")
     if min(stat.st_blocks * 512, stat.st_size) < nbytes:
-        return Lost("its pool was not populated, or was truncated")
+        return Unusable("its pool was not populated, or was truncated")
     for _, index in same:
         # A client that comes late finds no page, and gives up. One that came in time holds a lock.
         with contextlib.suppress(FileNotFoundError):
             index.with_suffix(PINS_SUFFIX).rename(index.with_suffix(PUTS_SUFFIX))
     if not _let_go([index.with_suffix(SESSIONS_SUFFIX) for _, index in same], clock):
-        return Lost(f"some client has not let go of its pool within {WAIT_S:.0f} s")
+        return Unusable(f"some client has not let go of its pool within {WAIT_S:.0f} s")
     if any(_died_copying(index) for _, index in same):
         logger.info(
             "waiting %.0f s: a client of the last daemon was killed while its device could copy, "

@@ -13,7 +13,7 @@ import stat
 from collections import Counter
 from pathlib import Path
 
-from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import LockHeld, NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import is_pool_file, leftovers, user
 from ecd_proto.shm.files import LOCK_NAME, SOCKET_SUFFIXES, pool_dir
 
@@ -213,7 +213,7 @@ def _take(
         return fd, take_lock(fd, LOCK_NAME, frozenset({uid, os.geteuid()}))
     except BaseException as error:
         os.close(fd)
-        if isinstance(error, Held):
+        if isinstance(error, LockHeld):
             raise PoolError(in_use.format(path=path, who=error.who)) from None
         if isinstance(error, NotOurs):
             raise PoolError(f"{path} cannot be used: {error}") from None

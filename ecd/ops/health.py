@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 ALIVE, READY = "/healthz", "/readyz"
-LOOK_S = 1.0
+ANSWER_S = 1.0
 """How long the event loop may take to come round."""
 
 
@@ -49,7 +49,7 @@ class Health:
     ) -> Iterable[bytes]:
         try:
             check_reads(environ)
-            on_loop(self._loop, ask, LOOK_S)
+            on_loop(self._loop, ask, ANSWER_S)
         except Refused as refused:
             return refuse(environ, start_response, refused)
         return send(environ, start_response, HTTPStatus.OK, b"ok\n", "text/plain; charset=utf-8")

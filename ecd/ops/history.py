@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ecd.base.clock import Clock
 
 PERIOD_S = 10.0
-KEPT = 2160
+KEPT_SAMPLES = 2160
 """Samples kept: six hours of them, some 0.5 MiB."""
 LOT = 360
 """Samples in one answer: a JSON encoder does not let other threads run."""
@@ -43,7 +43,7 @@ class History:
 
     def __init__(self, read: Callable[[], Figures], clock: Clock) -> None:
         self._read, self._clock, self._started_s = read, clock, clock.now_s()
-        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
         self._refused = dict(read().refused)
         self._refused_at_s: dict[str, float] = {}
         self._number = 0

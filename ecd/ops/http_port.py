@@ -36,7 +36,7 @@ SILENCE_S = 10.0
 """How long a client may be silent within its request."""
 WHOLE_S = 30.0
 """How long one connection may last: a client that sends a byte at a time is never silent."""
-LOOK_S = 0.5
+SWEEP_S = 0.5
 """How often the port looks for connections that have lasted too long."""
 FULL = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n\r\n"
@@ -195,7 +195,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             ends = selector.register(self._ends, selectors.EVENT_READ)
-            while ends not in (key for key, _ in selector.select(LOOK_S)):
+            while ends not in (key for key, _ in selector.select(SWEEP_S)):
                 self.handle_request()
                 self.service_actions()
 

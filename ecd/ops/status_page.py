@@ -42,7 +42,7 @@ HEADERS = (
 )
 
 
-class Look(NamedTuple):
+class PageFigures(NamedTuple):
     """The daemon's figures at one time."""
 
     status: pb.StatusReply
@@ -67,7 +67,7 @@ class StatusPage:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._looking = threading.Lock()
-        self._seen: tuple[dict[str, Any], Look] | None = None
+        self._seen: tuple[dict[str, Any], PageFigures] | None = None
         self._page = Path(__file__).with_suffix(".html").read_bytes()
         self._policy = _policy(self._page.decode())
 
@@ -122,11 +122,11 @@ class StatusPage:
         history = {"period_s": PERIOD_S, "lot": LOT, "fields": Sample._fields, "samples": samples}
         return {**document, "history": history}
 
-    async def _look(self) -> Look:
+    async def _look(self) -> PageFigures:
         status, peers = self._status(), self._peers()
         peers.incarnation = status.incarnation
         ago, samples = self._history.refused_s_ago(), self._history.samples()
-        return Look(status, peers, ago, samples, self._clock.now_s())
+        return PageFigures(status, peers, ago, samples, self._clock.now_s())
 
 
 def _since(environ: WSGIEnvironment) -> int:
@@ -137,7 +137,7 @@ def _since(environ: WSGIEnvironment) -> int:
     return int(text)
 
 
-def described(look: Look) -> dict[str, Any]:
+def described(look: PageFigures) -> dict[str, Any]:
     """The document without its history: status and peers are as in `ecd-cli --json`.
 
     The address is left out.
@@ -160,7 +160,7 @@ def described(look: Look) -> dict[str, Any]:
     }
 
 
-def _refusals(look: Look) -> list[dict[str, Any]]:
+def _refusals(look: PageFigures) -> list[dict[str, Any]]:
     """Each cause of refusals since the start, the last first, with what to do about it."""
     refused = look.status.counters.refused
     ago = look.refused_s_ago

@@ -19,7 +19,7 @@ from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, TraceError, accesses, is_trace, records
 from ecd.replay.reading import Progress as Told
-from ecd.replay.whatif import Disk, Outcome, simulate
+from ecd.replay.whatif import Disk, PoolOutcome, simulate
 from ecd_proto import tables
 from ecd_proto.contract import bytes_of, size_text
 
@@ -179,7 +179,7 @@ def _disk(size: str, rates: dict[str, str]) -> Disk:
     return Disk(*values.values())
 
 
-def _rows(outcomes: list[Outcome], limits: dict[int, Bounds]) -> list[dict[str, Any]]:
+def _rows(outcomes: list[PoolOutcome], limits: dict[int, Bounds]) -> list[dict[str, Any]]:
     return [
         {
             **asdict(outcome),
@@ -193,7 +193,7 @@ def _rows(outcomes: list[Outcome], limits: dict[int, Bounds]) -> list[dict[str, 
 
 
 def _show_outcomes(
-    found: Accesses, outcomes: list[Outcome], limits: dict[int, Bounds], has_disk: bool
+    found: Accesses, outcomes: list[PoolOutcome], limits: dict[int, Bounds], has_disk: bool
 ) -> None:
     infinite_s = outcomes[0].infinite_s
     title = (
@@ -223,7 +223,7 @@ def _show_outcomes(
         _out.print(f"up to {refused:,} puts found no room: the entries are larger than the pool")
 
 
-def _cells(outcome: Outcome, has_disk: bool) -> tuple[str, ...]:
+def _cells(outcome: PoolOutcome, has_disk: bool) -> tuple[str, ...]:
     return (
         outcome.policy,
         f"{outcome.saved_s:,.1f}",

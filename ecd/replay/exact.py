@@ -14,7 +14,7 @@ from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.eviction import plan
 from ecd.core.pool.pool import FOR_ROOM, REASONS
 from ecd.replay.policies import POLICIES
-from ecd.replay.reading import Header, TraceError
+from ecd.replay.reading import TraceError, TraceHeader
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Different(Exception):
 class Replay:
     """The recorded pool, rebuilt: its allocator, its policy and its plans."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: TraceHeader) -> None:
         """Raises TraceError for a policy that this ecd does not have."""
         if header.policy not in POLICIES:
             raise TraceError(f"this ecd does not have the trace's policy, {header.policy}")

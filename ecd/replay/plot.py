@@ -7,12 +7,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ecd.replay.bounds import Bounds
-from ecd.replay.whatif import Outcome
+from ecd.replay.whatif import PoolOutcome
 
 GIB = 1 << 30
 
 
-def draw(file: Path, outcomes: list[Outcome], limits: dict[int, Bounds]) -> None:
+def draw(file: Path, outcomes: list[PoolOutcome], limits: dict[int, Bounds]) -> None:
     """Draw the share of the seconds that an infinite pool saves, a line a policy."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -37,7 +37,7 @@ class TraceError(Exception):
     """The file is not a trace that this version can read; the message says why."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class TraceHeader(msgspec.Struct, frozen=True):
     """The recorded pool."""
 
     trace: str
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True):
     watermarks: tuple[float, float]
 
 
-class Item(NamedTuple):
+class TracedKey(NamedTuple):
     """A key of a trace, and what its latest entry was."""
 
     key: int
@@ -66,11 +66,11 @@ class Accesses:
     `order` indexes `items`; `times_s` grow from the begin of the trace.
     """
 
-    items: list[Item] = field(default_factory=list)
+    items: list[TracedKey] = field(default_factory=list)
     order: array[int] = field(default_factory=lambda: array("I"))
     times_s: array[float] = field(default_factory=lambda: array("d"))
     granule_bytes: int = GRANULE_BYTES
-    recorded: Header | None = None
+    recorded: TraceHeader | None = None
     missing: int = 0
     """Records that the trace misses."""
 
@@ -79,7 +79,7 @@ class Accesses:
         """The bytes of all keys together: a pool of this size evicts nothing."""
         return sum(self.block_bytes(item) for item in self.items)
 
-    def block_bytes(self, item: Item) -> int:
+    def block_bytes(self, item: TracedKey) -> int:
         """The bytes that an item takes from a pool."""
         return max(1, -(-item.nbytes // self.granule_bytes)) * self.granule_bytes
 
@@ -97,14 +97,16 @@ def is_trace(path: Path) -> bool:
         raise TraceError(f"{path}: {error.strerror}") from None
 
 
-def records(path: Path, progress: Progress = no_progress) -> tuple[Header, Iterator[list[Any]]]:
+def records(
+    path: Path, progress: Progress = no_progress
+) -> tuple[TraceHeader, Iterator[list[Any]]]:
     """The header of a daemon's trace, and its operations. A cut last line is left out.
 
     Raises TraceError, the iterator too.
     """
     with path.open("rb") as file:
         try:
-            header = msgspec.json.decode(file.readline(), type=Header)
+            header = msgspec.json.decode(file.readline(), type=TraceHeader)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise TraceError(f"{path} does not begin with the header of a trace") from None
     if header.granule_bytes <= 0 or header.pool_bytes < header.granule_bytes:
@@ -143,7 +145,7 @@ def accesses(path: Path, progress: Progress = no_progress) -> Accesses:
     for line in lines:
         match line:
             case ["admit", entry, _, key, namespace, nbytes, rows, cost_s, now_s]:
-                item = Item(key, namespace, nbytes, rows, cost_s)
+                item = TracedKey(key, namespace, nbytes, rows, cost_s)
                 number = numbers.setdefault((namespace, key), len(numbers))
                 if number == len(found.items):
                     found.items.append(item)
@@ -188,7 +190,7 @@ def _from_csv(path: Path, progress: Progress) -> Accesses:
                     cost = columns.get("cost", len(row))
                     key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
                     cost_s = float(row[cost]) if cost < len(row) else 1.0
-                    found.items.append(Item(key, 1, int(row[columns["size"]]), 0, cost_s))
+                    found.items.append(TracedKey(key, 1, int(row[columns["size"]]), 0, cost_s))
                 found.order.append(number)
                 found.times_s.append(float(row[columns["time"]]))
     except (IndexError, ValueError, UnicodeDecodeError, csv.Error) as error:

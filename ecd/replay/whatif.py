@@ -40,7 +40,7 @@ class Disk(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class PoolOutcome:
     """The encoder's seconds that one pool saved, and its other figures."""
 
     policy: str
@@ -176,7 +176,7 @@ def simulate(
     make_policy: MakePolicy,
     progress: Progress = no_progress,
     disk: Disk | None = None,
-) -> Outcome:
+) -> PoolOutcome:
     """Run the accesses through a pool of `pool_bytes` under the policy called `name`."""
     allocator = Allocator(0, pool_bytes, accesses.granule_bytes)
     limits = PoolLimits()
@@ -187,7 +187,7 @@ def simulate(
     cache = Cache([pool])
     session = cache.open_session()
     assert not isinstance(session, LimitReached)
-    outcome = Outcome(name, pool_bytes, accesses=len(accesses.order))
+    outcome = PoolOutcome(name, pool_bytes, accesses=len(accesses.order))
     items = accesses.items
     keys = [Key(str(item.namespace), f"{item.key:x}") for item in items]
     contents = [Content("", (i.rows,), i.nbytes, cost_s=i.cost_s) for i in items]

@@ -17,14 +17,14 @@ from ecd_proto.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+TERMINATION_S = 0.1
 """Pause between checks that the server is still there."""
 PAUSES = Backoff(0.01, 1.0)
 """First and longest pause between attempts to bind again: each is twice the one before.
 
 The old server releases its address a moment after its end.
 """
-KEPT = 8
+KEPT_ENDED = 8
 """Ended servers that are kept for their open calls: grpcio cancels them with the server object."""
 
 
@@ -34,7 +34,7 @@ class Listener:
     def __init__(self, make: Callable[[], Any], clock: Clock) -> None:
         """`make` makes a bound server; its exceptions are raised here."""
         self._make, self._server, self._clock = make, make(), clock
-        self._ended: deque[Any] = deque(maxlen=KEPT)
+        self._ended: deque[Any] = deque(maxlen=KEPT_ENDED)
         self._keeping: asyncio.Future[None] | None = None
         self._stopping = False
 
@@ -46,7 +46,7 @@ class Listener:
         while not self._stopping:
             try:
                 # Without a timeout this would wait for the end of all calls that are open.
-                await self._server.wait_for_termination(LOOK_S)
+                await self._server.wait_for_termination(TERMINATION_S)
             except Exception as error:
                 logger.warning("a caller ended the server, which listens again: %s", error)
                 self._ended.append(self._server)

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import LockHeld, NotOurs, describe, open_place, take_lock
 
 MAX_PATH_BYTES = 106  # sizeof(sockaddr_un.sun_path) - 1, without what is appended to bind it
 
@@ -43,7 +43,7 @@ class OwnedSocket:
                 opened.callback(os.close, self._lock_fd)
                 self._clear(self.path.name)
                 self._clear(self._bound_name)
-            except Held as error:
+            except LockHeld as error:
                 raise SocketError(
                     f"another daemon{error.who} listens on {address}. Stop it, or give this one "
                     "another ECD_ADDRESS (--address) and ECD_NAME (--name)"

@@ -1369,7 +1369,9 @@ EDITED = {
         "gpu",
         "gpu/test_dma.py",
         Edit(
-            "client/ecd_client/device/pinned.py", "PIECE_BYTES = 32 << 20", "PIECE_BYTES = 1 << 40"
+            "client/ecd_client/device/pinned.py",
+            "PINNED_PIECE_BYTES = 32 << 20",
+            "PINNED_PIECE_BYTES = 1 << 40",
         ),
     ),
     "a fork leaves a killed engine's memory its second": Bug(

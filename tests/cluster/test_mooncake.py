@@ -396,7 +396,7 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(peers: Pair)
 ENGINE = """
 import asyncio, json, sys
 from pathlib import Path
-from ecd.cluster.transport.engine import Engine, EngineError, EngineSettings
+from ecd.cluster.transport.engine import EngineError, EngineSettings, ReadEngine
 from ecd.cluster.transport.handshake import describe
 from ecd_proto.mapped_file import MappedFile
 
@@ -407,7 +407,7 @@ def access(address):
             return line.split()[1][:2]
 
 async def main():
-    engine = Engine(EngineSettings("127.0.0.1", sys.argv[1], "18200-18231"), b"i" * 16)
+    engine = ReadEngine(EngineSettings("127.0.0.1", sys.argv[1], "18200-18231"), b"i" * 16)
     pool = MappedFile.of_memory(1 << 20)
     await engine.register(pool)
     buffers = (await describe(engine.endpoint))["buffers"]

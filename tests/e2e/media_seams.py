@@ -38,7 +38,7 @@ from e2e.models.families.qwen import qwen2_5_omni
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware import fetching
 from ecd_client.vllm.middleware.answers import Answers
-from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.fetching import MediaFetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.kinds import kinds_of
 from ecd_client.vllm.middleware.media import Found, Look, Medium
@@ -119,7 +119,7 @@ def look_at(*parts: dict[str, Any]) -> Look:
 
 def looked(*parts: dict[str, Any]) -> tuple[Look, bool]:
     look = look_at(*parts)
-    return look, loop.run_until_complete(Fetcher(config).fetch(look))
+    return look, loop.run_until_complete(MediaFetcher(config).fetch(look))
 
 
 def named(medium: Medium, names: Names) -> str:
@@ -300,7 +300,7 @@ with site() as (address, page):
     theirs = media.fetch_video(sent["video_url"]["url"]).original_bytes
     said["fetched"] = [is_whole, page["asked"], look.fetched_bytes == len(CLIP), theirs == CLIP]
     # Beyond a request's bytes, or those of all, vLLM fetches for itself.
-    page["content"], fetcher = CLIP, Fetcher(config)
+    page["content"], fetcher = CLIP, MediaFetcher(config)
     two = [{"type": "video_url", "video_url": {"url": f"{address}?{at}"}} for at in range(2)]
     fetching.MAX_FETCHED_BYTES = len(CLIP)
     both, one, other = look_at(*two), look_at(two[0]), look_at(two[1])

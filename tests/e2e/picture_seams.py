@@ -27,7 +27,7 @@ from e2e.tiny_models import MODELS
 from ecd_client.vllm.base.compat import media_budgets
 from ecd_client.vllm.middleware import answers
 from ecd_client.vllm.middleware.answers import Answers
-from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.fetching import MediaFetcher
 from ecd_client.vllm.middleware.media import Look, Medium
 from support.web import site
 
@@ -83,7 +83,7 @@ model = Path(sys.argv[1], "model")
 model.mkdir()
 MODELS["qwen2_5_vl"](model)
 config = EngineArgs(model=str(model)).create_engine_config().model_config
-fetcher = Fetcher(config)
+fetcher = MediaFetcher(config)
 
 
 def looked(*urls: str) -> tuple[list[Any], bool]:

@@ -44,7 +44,7 @@ from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.outputs import room_for_loads
 from ecd_client.vllm.base.reports import RankReports, Reports
-from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.fetching import MediaFetcher
 from ecd_client.vllm.middleware.media import Look, Medium
 from ecd_client.vllm.middleware.reuse import ReuseMiddleware
 from ecd_client.vllm.scheduler import encodes, loads
@@ -630,7 +630,7 @@ async def fetched() -> list[object]:
 
     parts = [{"image_url": {"url": name}} for name in ("whole", "absent", "slow")]
     look = Look(b"", media=[Medium(part, "image_url") for part in parts])
-    fetcher = Fetcher(config.model_config)
+    fetcher = MediaFetcher(config.model_config)
     fetcher._loader = lambda: load
     return [await fetcher.fetch(look), *(part["image_url"]["url"][:5] for part in parts)]
 

@@ -332,7 +332,7 @@ def registration_is_refused(address: str) -> dict:
 
 def pins_in_turn(address: str) -> dict:
     """Pins the pool when a line comes; when each of the driver's calls began and ended."""
-    pinned.PIECE_BYTES = MIB
+    pinned.PINNED_PIECE_BYTES = MIB
     if "PATIENT" in os.environ:  # on a busy machine, too
         pinned.TURN_S = HANG_S
     calls, register = [], driver.register
@@ -352,7 +352,7 @@ def pins_in_turn(address: str) -> dict:
 
 def half_of_it_is_refused(address: str) -> dict:
     """Registration in pieces of 8 MiB stops half way: what lies before is pinned all the same."""
-    pinned.PIECE_BYTES = 8 * MIB
+    pinned.PINNED_PIECE_BYTES = 8 * MIB
     control.fail({"cuMemHostRegister": 2}, after=4)
     with Client(address) as client:
         client.pin()
@@ -368,7 +368,7 @@ def half_of_it_is_refused(address: str) -> dict:
 
 
 def pieces_are_not_crossed(address: str) -> dict:
-    pinned.PIECE_BYTES = MIB + 4096
+    pinned.PINNED_PIECE_BYTES = MIB + 4096
     with Client(address) as client:
         pin(client)
         right = [put(client, str(n), n) and is_right(load(client, str(n)), n) for n in range(50)]

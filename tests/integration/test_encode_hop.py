@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from ecd_client import Client
 from ecd_client.vllm.middleware.hop import encode_hop, encoders
 from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop, NotEncoded
-from ecd_client.vllm.middleware.hop.encoders import Encoders
+from ecd_client.vllm.middleware.hop.encoders import EncoderPool
 from ecd_client.vllm.middleware.hop.protocol import IS_HOP, is_call
 from ecd_client.vllm.middleware.media import Medium, Missing
 from ecd_proto.backoff import Backoff
@@ -183,7 +183,7 @@ async def hop_to(
         site = web.TCPSite(runners[-1], "127.0.0.1", 0)
         await site.start()
         urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
-    chooser = Encoders(urls)
+    chooser = EncoderPool(urls)
     hop = EncodeHop(
         chooser,
         client,

@@ -17,7 +17,7 @@ import grpc
 
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL
-from ecd.cluster.transport.engine import Engine, EngineSettings
+from ecd.cluster.transport.engine import EngineSettings, ReadEngine
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapped_file import MappedFile
@@ -69,7 +69,9 @@ class LyingPeer(pb_grpc.PeerServicer):
         host = node.partition(":")[0]
         self.memory = MappedFile.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
-        self.engine = Engine(EngineSettings(host, "tcp", ports), bytes.fromhex(self.incarnation))
+        self.engine = ReadEngine(
+            EngineSettings(host, "tcp", ports), bytes.fromhex(self.incarnation)
+        )
         self.identity_address = self.engine.identity_address
         if lie == LATER:
             self.identity_address = self.memory.address + NBYTES

@@ -3,7 +3,7 @@
 import pytest
 
 from ecd.core.cache import Cache
-from ecd.core.counters import COUNTED_NAMESPACES, SILENT_S
+from ecd.core.counters import COUNTED_NAMESPACES, QUIET_S
 from ecd.core.model.board import NoBoard, Uses
 from ecd.core.model.outcomes import (
     AlreadyStored,
@@ -138,15 +138,15 @@ def test_silent_namespaces_without_entries_give_their_names_to_others(
     counters, now_s = cache.counters, 0.0
     store(cache, client, KEY, pages=1)
     for name in ("model", *(f"typo-{number}" for number in range(1, COUNTED_NAMESPACES))):
-        now_s += SILENT_S
+        now_s += QUIET_S
         cache.evictor.scan(now_s)
         counters.miss(name)
     assert len(counters.namespaces) == COUNTED_NAMESPACES, "nothing is dropped before"
     counters.miss("late")
     counters.miss("typo-7")
-    cache.evictor.scan(now_s + SILENT_S - 1)
+    cache.evictor.scan(now_s + QUIET_S - 1)
     assert len(counters.namespaces) == COUNTED_NAMESPACES
-    cache.evictor.scan(now_s + SILENT_S)
+    cache.evictor.scan(now_s + QUIET_S)
     assert list(counters.namespaces) == ["model", "typo-7", "typo-49"], "an entry, two events"
     for name in ("late", "typo-3"):
         counters.miss(name)

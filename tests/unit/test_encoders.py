@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.middleware.hop.encoders import RESTS, Encoder, Encoders, urls_in
+from ecd_client.vllm.middleware.hop.encoders import RESTS, Encoder, EncoderPool, urls_in
 from ecd_client.vllm.middleware.hop.registered import URL_VARIABLE, server_url, urls_of
 from ecd_proto.encoders import MAX_URL_BYTES, RegisteredEncoder
 from ecd_proto.v1 import cache_pb2 as pb
@@ -19,8 +19,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 FIRST_S, LONGEST_S = RESTS
 
 
-def two() -> tuple[Encoders, Encoder, Encoder]:
-    encoders = Encoders(["http://a:1", "http://b:1"])
+def two() -> tuple[EncoderPool, Encoder, Encoder]:
+    encoders = EncoderPool(["http://a:1", "http://b:1"])
     first = encoders.choose(1, (), 0.0)
     second = encoders.choose(1, (), 0.0)
     assert first is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecd.core.counters import CAUSES
-from ecd.ops.history import KEPT, LOT, Figures, History, lot
+from ecd.ops.history import KEPT_SAMPLES, LOT, Figures, History, lot
 from ecd_proto.findings import REFUSALS
 from support.clock import SetClock
 
@@ -15,15 +15,15 @@ def test_every_cause_of_a_refusal_is_told_in_words() -> None:
 def test_samples_are_bounded_and_told_in_lots() -> None:
     hits = 0
     history = History(lambda: Figures(hits, 0, 0, 0.1 * hits, 0, {}), SetClock())
-    for hits in range(KEPT + 500):  # noqa: B007
+    for hits in range(KEPT_SAMPLES + 500):  # noqa: B007
         history.sample()
     told, number = [], 0
     while some := lot(history.samples(), number):
         assert len(some) <= LOT
         told += some
         number = some[-1].number + 1
-    assert len(told) == KEPT
-    assert [sample.hits for sample in told] == list(range(500, KEPT + 500))
+    assert len(told) == KEPT_SAMPLES
+    assert [sample.hits for sample in told] == list(range(500, KEPT_SAMPLES + 500))
     assert lot(told, told[-1].number) == told[-1:]
     assert lot(told, 10**9) == []
 

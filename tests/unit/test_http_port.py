@@ -47,7 +47,7 @@ def test_a_client_that_is_never_silent_is_ended(
 def test_a_port_that_nobody_asks_ends_at_once(
     clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_port, "LOOK_S", 100 * HANG_S)
+    monkeypatch.setattr(http_port, "SWEEP_S", 100 * HANG_S)
     port = HttpPort("127.0.0.1", 0, lambda: None, clock)
     port.start()
     with socket.create_connection(port.server_address, timeout=HANG_S) as asked:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ecd_client.vllm.base.hints import names_items
-from ecd_client.vllm.middleware.media import Found, Look, Medium, Missing, Promise, Raw
+from ecd_client.vllm.middleware.media import FoundMedium, Look, Medium, MissingMedium, Promise, Raw
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 
@@ -79,7 +79,7 @@ def test_the_media_of_a_rewritten_request_come_back() -> None:
     video.content, look.is_named = Raw(b"bytes"), True
     placeholder = Placeholder.of("video", GRID)
     assert placeholder
-    look.found.append(Found(video, SimpleNamespace(), placeholder))  # type: ignore[arg-type]
+    look.found.append(FoundMedium(video, SimpleNamespace(), placeholder))  # type: ignore[arg-type]
     assert look.is_whole
     bare = {"type": "video_embeds", "video_embeds": GRID, "uuid": "uuid 0", "more": 1}
     assert sent(look.rewritten()) == [bare]
@@ -94,7 +94,7 @@ def test_a_promise_leaves_a_picture_out_and_says_where_it_lies() -> None:
     [picture] = look.media
     placeholder = Placeholder.of("image", {"image_grid_thw": [1, 4, 4]})
     assert placeholder
-    missing = Missing(picture, DATA, "name 0", "namespace", 10)
+    missing = MissingMedium(picture, DATA, "name 0", "namespace", 10)
     promise = Promise(placeholder, [Hint("node:1")], SimpleNamespace())  # type: ignore[arg-type]
     look.promised.append((missing, promise))
     body = json.loads(look.rewritten())

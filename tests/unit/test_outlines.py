@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ecd_client.vllm.base.names import outline_name, stored_name
-from ecd_client.vllm.middleware.media import Found, Look, Medium
+from ecd_client.vllm.middleware.media import FoundMedium, Look, Medium
 from ecd_client.vllm.middleware.outline import (
     MAX_PACKED_BYTES,
     MAX_TOKENS,
@@ -87,7 +87,7 @@ def test_a_medium_with_an_outline_goes_on_as_its_name() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}, "detail": "auto"}
     request = {"messages": [{"role": "user", "content": [part]}]}
     look = Look(b"", request, [Medium(part, "image_url", uuid="u", name="n")])
-    look.found = [Found(look.media[0], None, PICTURE)]  # type: ignore[arg-type]
+    look.found = [FoundMedium(look.media[0], None, PICTURE)]  # type: ignore[arg-type]
     [sent] = json.loads(look.rewritten())["messages"][0]["content"]
     assert sent == {"type": "image_url", "image_url": None, "uuid": "u", "detail": "auto"}
     assert look.outlines == {"n": PICTURE}
@@ -101,7 +101,7 @@ def test_media_with_metadata_go_by_outlines_beside_one_that_needs_its_own() -> N
     grid = Placeholder.of("image", {"image_grid_thw": [1, 4, 4]})
     look = Look(b"", request, media)
     timed = Outline("video", placeholder=TIMED)
-    look.found = [Found(media[0], None, grid), Found(media[1], None, timed)]  # type: ignore[arg-type]
+    look.found = [FoundMedium(media[0], None, grid), FoundMedium(media[1], None, timed)]  # type: ignore[arg-type]
     assert look.outlines == {"image_url": Outline("image", placeholder=grid), "video_url": timed}
     sent = json.loads(look.rewritten())["messages"][0]["content"]
     assert [part[part["type"]] for part in sent] == [None, None]

@@ -19,7 +19,7 @@ from ecd.cluster.transport.identity import IDENTITY_BYTES, VOUCHED_S, Identities
 from ecd.cluster.transport.read_queue import (
     MAX_LARGE_READS_PER_PEER,
     MAX_READS_PER_PEER,
-    PAUSE_S,
+    POLL_S,
     READ_BYTES,
     SWEEP_S,
     ReadQueue,
@@ -426,7 +426,7 @@ class ReadQueueMachine(RuleBasedStateMachine):
             assert self.network.now_s - wanted.since_s < FETCH_S + 2 * HANG_S + 1, "past its time"
         queue = self.queues[name]
         assert queue.is_empty == (not live and not open_)
-        assert PAUSE_S[0] <= queue.pause(self.network.now_s) <= PAUSE_S[1]
+        assert POLL_S[0] <= queue.pause(self.network.now_s) <= POLL_S[1]
 
     @invariant()
     def slots_are_free_or_written_to(self) -> None:
@@ -563,7 +563,7 @@ def test_a_read_given_up_ends_when_its_last_transfer_does(
 def test_a_pause_depends_on_the_small_reads_in_flight(
     queue: ReadQueue, transfers: Scripted
 ) -> None:
-    shortest_s, longest_s = PAUSE_S
+    shortest_s, longest_s = POLL_S
     queue.add(read_of(8 * READ_BYTES))
     turn_of(queue, 1.0)
     assert queue.pause(1.0) == longest_s

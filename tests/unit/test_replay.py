@@ -22,7 +22,7 @@ from ecd.ops.trace import MAX_WAITING, Recorder
 from ecd.replay.bounds import bounds
 from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES
-from ecd.replay.reading import Accesses, Item, TraceError, accesses, records
+from ecd.replay.reading import Accesses, TracedKey, TraceError, accesses, records
 from ecd.replay.whatif import Disk, simulate
 from support.examples import drawn, draws
 from support.reserving import reserve
@@ -258,7 +258,7 @@ def of(*asked: tuple[int, int, float]) -> Accesses:
     for now_s, (key, pages, cost_s) in enumerate(asked):
         number = numbers.setdefault(key, len(numbers))
         if number == len(found.items):
-            found.items.append(Item(key, 1, pages * 4096, pages, cost_s))
+            found.items.append(TracedKey(key, 1, pages * 4096, pages, cost_s))
         found.order.append(number)
         found.times_s.append(float(now_s))
     return found

@@ -17,7 +17,7 @@ from ecd.core.policy.policy import Lru, Policy, Weighing
 from ecd.core.policy.queues import STEPS_PER_OCTAVE
 from ecd.core.policy.shadows import MAX_KEYS, WEIGHINGS, Shadows
 from ecd.core.policy.value_density import (
-    LOOK_S,
+    ONE_USE_S,
     PROTECTED_SHARE,
     ValueDensity,
     fingerprints,
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
     def ranked(self) -> list[int]:
         return [number for number in self.known if number not in self.sides[0].held]
 
-    @rule(wait_s=st.sampled_from([0.0, LOOK_S / 5, 2 * LOOK_S]))
+    @rule(wait_s=st.sampled_from([0.0, ONE_USE_S / 5, 2 * ONE_USE_S]))
     def wait(self, wait_s: float) -> None:
         self.now_s += wait_s
 
@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
     def use(self, data: st.DataObject, times: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.known)))
         for _ in range(times):
-            self.now_s += LOOK_S
+            self.now_s += ONE_USE_S
             for side in self.sides:
                 side.use(number, self.now_s)
         if number not in self.sides[0].held:
@@ -284,10 +284,10 @@ def test_uses_count_once_in_each_span_and_no_further_than_the_cap() -> None:
     ranked = Ranked(ValueDensity(POOL_BYTES))
     ranked.admit(1, 1, 0.01, now_s=0.0)
     each = ranked.entries[1]
-    ranked.use(1, 0.9 * LOOK_S)
+    ranked.use(1, 0.9 * ONE_USE_S)
     assert each.frequency == 1, "handed over at once"
     for step in range(11, 30):
-        ranked.use(1, step / 10 * LOOK_S)
+        ranked.use(1, step / 10 * ONE_USE_S)
     assert each.frequency == 3, "read all the time for two spans"
     for step in range(100):
         ranked.use(1, 100.0 + step)
@@ -389,5 +389,5 @@ def test_an_entry_whose_cost_has_changed_ranks_by_it_from_its_next_use_on() -> N
     assert ranked.order() == [0, 1]
     ranked.entries[0].cost_s = 0.5
     assert ranked.order() == [0, 1]
-    ranked.use(0, 2 * LOOK_S)
+    ranked.use(0, 2 * ONE_USE_S)
     assert ranked.order() == [1, 0]

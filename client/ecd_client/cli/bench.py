@@ -15,7 +15,7 @@ from ecd_proto.contract import BENCH_NAMESPACE
 from ecd_proto.v1 import cache_pb2 as pb
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
-KEYS = 4
+BENCH_KEYS = 4
 """Entries of a size that are stored at a time: the CPU's caches do not hold all large ones."""
 Evict = Callable[[str], None]
 """A function that evicts a namespace."""
@@ -55,7 +55,7 @@ def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterato
 
 def fits(nbytes: int, room_bytes: int) -> bool:
     """Whether some entries of a size have room for themselves and for their successors."""
-    return 2 * KEYS * nbytes <= room_bytes
+    return 2 * BENCH_KEYS * nbytes <= room_bytes
 
 
 def cut_by_quota(status: pb.StatusReply) -> int:
@@ -67,7 +67,7 @@ def _measure(
     client: Client, size: str, nbytes: int, rounds: int, evict: Callable[[], None]
 ) -> Measured:
     took: dict[str, list[float]] = {name: [] for name in ("put", "get", "read", "contains", "copy")}
-    contents = [os.urandom(nbytes) for _ in range(KEYS)]
+    contents = [os.urandom(nbytes) for _ in range(BENCH_KEYS)]
     target = memoryview(bytearray(nbytes))
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
@@ -95,7 +95,7 @@ def _measure(
             timed("copy", copy, content)
         evict()
     # The first round runs cold and is left out.
-    medians = {name: median(values[KEYS:]) for name, values in took.items()}
+    medians = {name: median(values[BENCH_KEYS:]) for name, values in took.items()}
     names = ("put", "get", "read", "contains", "copy")
     return Measured(size, nbytes, *(medians[name] for name in names))
 

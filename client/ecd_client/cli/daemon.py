@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ecd_client import clock
 from ecd_client.cli import render
-from ecd_client.cli.bench import KEYS, SIZES, cut_by_quota, fits, measure
+from ecd_client.cli.bench import BENCH_KEYS, SIZES, cut_by_quota, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out, seconds
 from ecd_client.cli.doctor import examine
 from ecd_client.cli.keys import keys
@@ -97,7 +97,7 @@ def bench(
             after = options.call("Status", pb.StatusRequest())
             if cut_by_quota(after) == cut_by_quota(before):
                 raise
-            need = size_text(2 * KEYS * max(SIZES.values()))
+            need = size_text(2 * BENCH_KEYS * max(SIZES.values()))
             quota = (
                 "a quota evicts or refuses its entries: "
                 f'add "{BENCH_NAMESPACE}*={need}" to ECD_NAMESPACE_QUOTAS'
@@ -118,7 +118,7 @@ def bench(
         room = size_text(room_bytes)
         errors.print(
             f"Not measured for lack of room: {left_out}. The largest free piece has {room}; "
-            f"a size takes {2 * KEYS} entries."
+            f"a size takes {2 * BENCH_KEYS} entries."
         )
 
 

@@ -127,15 +127,15 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     had any, even if they have no entries. Quotas and TTLs are those of these and of the 50 largest.
     """
     options: Options = context.obj
-    found: dict[str, render_entries.NamespaceSum] = {}
+    found: dict[str, render_entries.NamespaceRow] = {}
     with errors.status("reading every entry ...") as progress:
         for number, entry in enumerate(options.entries(pb.ListRequest()), 1):
-            found.setdefault(entry.key.namespace, render_entries.NamespaceSum()).add(entry)
+            found.setdefault(entry.key.namespace, render_entries.NamespaceRow()).add(entry)
             if number % 10_000 == 0:
                 progress.update(f"reading every entry: {number:,} so far ...")
     status = options.call("Status", pb.StatusRequest())
     for counted in status.traffic:
-        found.setdefault(counted.namespace, render_entries.NamespaceSum()).count(counted)
+        found.setdefault(counted.namespace, render_entries.NamespaceRow()).count(counted)
     for ruled in status.namespaces:  # an older daemon names the rules only here
         if total := found.get(ruled.namespace):
             total.rule(ruled)

@@ -72,7 +72,7 @@ def _fitting(table: Table, out: Console) -> Table:
 
 
 @dataclass
-class NamespaceSum:
+class NamespaceRow:
     """The number, the bytes and the least age of a namespace's entries, its rules and lookups."""
 
     entries: int = 0
@@ -105,7 +105,7 @@ class NamespaceSum:
         self.newest_s = min(inf if self.newest_s is None else self.newest_s, entry.age_s)
 
 
-def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
+def namespaces(out: Console, found: dict[str, NamespaceRow]) -> None:
     if not found:
         return
     quotas = any(each.quota_bytes is not None for each in found.values())

@@ -22,7 +22,7 @@ BINDINGS_SINCE = (12, 9, 1)
 """The version of cuda-bindings that first lets other threads run while a call waits."""
 
 
-class Stream(Protocol):
+class CudaStream(Protocol):
     @property
     def cuda_stream(self) -> int:
         """The stream's number in CUDA's driver."""
@@ -39,7 +39,7 @@ class Accelerator(Protocol):
     def current_stream(self, device: int) -> int:
         """The number of the stream that is current for this thread."""
 
-    def new_stream(self, device: int) -> Stream: ...
+    def new_stream(self, device: int) -> CudaStream: ...
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any = None
@@ -76,7 +76,7 @@ class TorchCuda:
 
     def _new_stream_of(self, number: int, device: int, kind: int) -> Any:
         """torch's object of a stream that it names so, as its `current_stream` makes them."""
-        return self._cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+        return self._cuda.CudaStream(stream_id=number, device_index=device, device_type=kind)
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.get_device() if tensor.is_cuda else None

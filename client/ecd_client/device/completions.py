@@ -33,7 +33,7 @@ Added = tuple[list["Event"], Callable[[], None], float]
 """Events of copies, the function to call once all of them are over, and the time of the request."""
 
 
-class _Thread(threading.local):
+class _Gathering(threading.local):
     """One thread's part of `gathering`."""
 
     gathered: deque[Added] | None = None
@@ -45,7 +45,7 @@ class _Ends:
 
     def __init__(self) -> None:
         self._later: queue.SimpleQueue[deque[Added]] = queue.SimpleQueue()
-        self.own = _Thread()
+        self.own = _Gathering()
         self._failing_s: float | None = None  # since when each wait has failed
         self._has_thread = self._has_failed = False
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ecd_client.values import Parts
 
 
-class _Thread(threading.local):
+class _StepOfLoads(threading.local):
     """One thread's part of `Copies.together`."""
 
     ends: dict[tuple[int, int], Event] | None = None
@@ -53,7 +53,7 @@ class Copies:
         self._gpu, self._driver = gpu, driver
         self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)
         self._moves = gpu.new_stream(device)
-        self._thread = _Thread()
+        self._thread = _StepOfLoads()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

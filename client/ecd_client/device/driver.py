@@ -68,14 +68,14 @@ map_memory = _checked(memory.map_memory)
 unmap_memory = _checked(memory.unmap_memory)
 
 
-class _Thread(threading.local):
+class _Current(threading.local):
     """One thread's part of what `on` does."""
 
     device: int | None = None
     """The device whose context `on` has made current."""
 
 
-_thread = _Thread()
+_thread = _Current()
 
 
 class on:  # noqa: N801  # it is used as a function is

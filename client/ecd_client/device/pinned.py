@@ -30,11 +30,11 @@ from ecd_proto.mapped_file import MappedFile
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 32 << 20
+PINNED_PIECE_BYTES = 32 << 20
 """Bytes registered by one call, which takes some 1 ms: the longest that a launch waits for it."""
 TURN_S = 0.05
 """How long a call waits for those of other engines, one of which may be stopped within it."""
-PROGRESS_S = 2.0
+PIN_PROGRESS_S = 2.0
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class PinnedPool:
             return []
         parts = []
         while offset < end:
-            part = min(end, (offset // PIECE_BYTES + 1) * PIECE_BYTES) - offset
+            part = min(end, (offset // PINNED_PIECE_BYTES + 1) * PINNED_PIECE_BYTES) - offset
             parts.append((self._mapping.address + offset, part))
             offset += part
         return parts
@@ -91,7 +91,7 @@ class PinnedPool:
         try:
             with driver.on(self._device):
                 while self.pinned_bytes < self.nbytes and self._turns.call(self._register_next):
-                    if clock.now_s() - told_s >= PROGRESS_S:
+                    if clock.now_s() - told_s >= PIN_PROGRESS_S:
                         told_s = clock.now_s()
                         percent = 100 * self.pinned_bytes / self.nbytes
                         logger.info("pinning the pool: %.0f %%", percent)
@@ -115,7 +115,7 @@ class PinnedPool:
         with self._lock:
             if self._closing:
                 return False
-            nbytes = min(PIECE_BYTES, self.nbytes - self.pinned_bytes)
+            nbytes = min(PINNED_PIECE_BYTES, self.nbytes - self.pinned_bytes)
             driver.register(self._mapping.address + self.pinned_bytes, nbytes)
             self.pinned_bytes += nbytes
             return True
@@ -126,7 +126,7 @@ class PinnedPool:
 
         with self._lock:  # a piece that is being registered comes first
             self._closing = True
-            pieces = range(0, self.pinned_bytes, PIECE_BYTES)
+            pieces = range(0, self.pinned_bytes, PINNED_PIECE_BYTES)
             self.pinned_bytes = 0
         with driver.on(self._device):
             for offset in pieces:

@@ -30,7 +30,7 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 if TYPE_CHECKING:
     import torch
 
-PAUSE_S = 0.25
+RECONNECT_PAUSE_S = 0.25
 """Pause between the end of one session and the next; the channel adds its own backoff."""
 
 POPULATED_WITHIN_S = 60.0
@@ -218,7 +218,7 @@ class Connection:
                     f"{error}. Engine and daemon must share the directory of ECD_SHM_DIR and "
                     "run as one user, or as members of the daemon's ECD_GROUP"
                 )
-            self._closed.wait(PAUSE_S)
+            self._closed.wait(RECONNECT_PAUSE_S)
 
     def _connect(self) -> None:
         """Have a session until it ends."""

@@ -80,7 +80,7 @@ class MooncakeTransfers:
         del self._mooncake
 
 
-class Engine:
+class ReadEngine:
     """One TransferEngine, and its `reads`, on the event loop that made this object."""
 
     def __init__(self, settings: EngineSettings, identity: bytes) -> None:

@@ -17,7 +17,7 @@ MAX_LARGE_READS_PER_PEER = 4
 """Pieces of large reads in flight at one time. Small reads do not wait for them."""
 READ_BYTES = 8 << 20
 """Longest piece. One piece is hashed while the next ones are in flight."""
-PAUSE_S = (5e-6, 500e-6)
+POLL_S = (5e-6, 500e-6)
 """Shortest and longest pause between two polls."""
 POLLS = 4
 """Polls in the time that the pieces in flight take at BYTES_PER_S, or have taken so far."""
@@ -61,7 +61,7 @@ class ReadQueue:
         small_bytes = self._bytes_in_flight[False] + self._check.bytes_in_flight
         nbytes = small_bytes or self._bytes_in_flight[True]
         wanted_s = max(nbytes / BYTES_PER_S, now_s - self._changed_s) / POLLS
-        return min(max(wanted_s, PAUSE_S[0]), PAUSE_S[1])
+        return min(max(wanted_s, POLL_S[0]), POLL_S[1])
 
     def poll(self) -> list[Piece]:
         """Note which transfers are over; return the pieces that have arrived, to be hashed."""

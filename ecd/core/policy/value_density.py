@@ -21,7 +21,7 @@ from ecd.core.policy.shadows import WEIGHINGS, Shadows
 
 MIN_COST_S, MAX_COST_S = 1e-3, 1e5
 """Costs are ranked as if within these, which bounds the number of queues."""
-LOOK_S = 0.25
+ONE_USE_S = 0.25
 """At most one use of an entry counts in each such span of time."""
 PROTECTED_SHARE = 0.1
 """Entries touched within the last so many of the pool's bytes go last: the next engine in line may
@@ -91,7 +91,7 @@ class ValueDensity:
         is_ranked = queue.has(entry)
         if is_ranked:
             queue.unlink(entry)
-        if int(now_s / LOOK_S) != int(entry.used_s / LOOK_S):
+        if int(now_s / ONE_USE_S) != int(entry.used_s / ONE_USE_S):
             entry.frequency = min(entry.frequency + 1, MAX_FREQUENCY)
             entry.rank = self._queue_of(entry)
             self._count(entry)

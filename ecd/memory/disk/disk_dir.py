@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL, Clock
-from ecd.base.ownership import Held, NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import LockHeld, NotOurs, describe, open_place, take_lock
 from ecd.core.demotion import BLOCK_BYTES, rounded
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_format import (
@@ -36,7 +36,7 @@ from ecd.memory.pool_dir import IN_USE, IN_USE_TO_CLEAR
 from ecd_proto.leftovers import user
 from ecd_proto.shm.files import LOCK_NAME, pool_dir
 
-PIECE_BYTES = 4 << 20
+DISK_PIECE_BYTES = 4 << 20
 """Bytes read or written at a time."""
 NEW_SUFFIX = ".new"
 _NAME = re.compile(r"[0-9a-f]{32}(\.entry|\.new)")
@@ -144,7 +144,8 @@ class DiskDir:
             fd = os.open(new, flags | self._direct, 0o600, dir_fd=self._fd)
             try:
                 pieces = [
-                    memory[at : min(at + PIECE_BYTES, whole)] for at in range(0, whole, PIECE_BYTES)
+                    memory[at : min(at + DISK_PIECE_BYTES, whole)]
+                    for at in range(0, whole, DISK_PIECE_BYTES)
                 ]
                 calls = [[piece] for piece in pieces] or [[]]
                 calls[0].insert(0, ends[: len(header)])
@@ -188,8 +189,8 @@ class DiskDir:
                 raise CorruptFile("not whole")
             hashed: list[int] = []
             aside = self._asides.aside[:ahead]
-            for start in range(0, len(target) or 1, PIECE_BYTES):
-                piece = target[start : start + PIECE_BYTES]
+            for start in range(0, len(target) or 1, DISK_PIECE_BYTES):
+                piece = target[start : start + DISK_PIECE_BYTES]
                 if start == 0:
                     got = os.preadv(fd, [aside, piece], 0) - ahead
                 else:
@@ -310,7 +311,7 @@ def _take(parent_fd: int, path: Path, uid: int, in_use: str) -> tuple[int, int]:
             raise NotOurs(f"{path} is not {user(uid)}'s alone: it is {describe(found)}")
         os.fchmod(fd, 0o700)
         return fd, take_lock(fd, LOCK_NAME, frozenset({uid, os.geteuid()}))
-    except Held as error:
+    except LockHeld as error:
         os.close(fd)
         raise DiskError(in_use.format(path=path, who=error.who)) from None
     except BaseException:

@@ -48,7 +48,7 @@ NO_FILES_PAUSE_S = 1.0
 """Pause once descriptors have run out: the queued connection would wake the loop in each turn."""
 
 
-class Sessions(Protocol):
+class AttachedSessions(Protocol):
     """Sessions of this node's clients; `attach` takes charge of the pidfd if it returns True."""
 
     @property
@@ -103,7 +103,7 @@ class AttachSocket:
             raise
 
     def listen(
-        self, sessions: Sessions, devices: Mapping[int, Exported] = MappingProxyType({})
+        self, sessions: AttachedSessions, devices: Mapping[int, Exported] = MappingProxyType({})
     ) -> None:
         """Attach clients to `sessions` on the running event loop.
 
@@ -121,7 +121,7 @@ class AttachSocket:
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
 
-    def _accept(self, sessions: Sessions) -> None:
+    def _accept(self, sessions: AttachedSessions) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTED_AT_A_TIME):
             try:
@@ -142,7 +142,7 @@ class AttachSocket:
             if len(self._silent) > min(sessions.clients, MAX_SILENT):
                 self._hear(next(iter(self._silent)), sessions)  # it may have spoken by now
 
-    def _hear(self, connection: socket.socket, sessions: Sessions) -> None:
+    def _hear(self, connection: socket.socket, sessions: AttachedSessions) -> None:
         """Answer the message of a connection, if it has sent one, and close it."""
         try:
             token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")

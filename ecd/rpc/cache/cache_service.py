@@ -37,7 +37,7 @@ from ecd.rpc.cache.convert import (
     to_promote_reply,
     to_reserve_outcome,
 )
-from ecd.rpc.cache.origins import Disk, OtherNodes, Recovering
+from ecd.rpc.cache.origins import DiskEntries, OtherNodes, Recovering
 from ecd.rpc.cache.refused import RefusedPuts
 from ecd.rpc.cache.sessions import Context, SessionStreams
 from ecd_proto.contract import MAX_BATCH, MAX_PAGE, Hint
@@ -83,7 +83,7 @@ class CacheService(pb_grpc.CacheServicer):
         flights: Flights,
         others: OtherNodes,
         recovery: Recovering,
-        disk: Disk,
+        disk: DiskEntries,
         monitor: Monitor,
     ) -> None:
         self._live, self._streams, self._flights = live, streams, flights

@@ -55,7 +55,7 @@ class NoOtherNodes:
         return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))
 
 
-class Disk(Protocol):
+class DiskEntries(Protocol):
     """The entries on disk, as the service needs them."""
 
     async def erase(self, selection: Selection, dry_run: bool) -> tuple[Mapping[str, int], int]:

@@ -16,7 +16,7 @@ from ecd_client.item import Item
 from ecd_client.vllm.base.compat import collect_ec_item_metadata
 from ecd_client.vllm.base.hints import add_hints, consumers_in
 from ecd_client.vllm.base.metadata import NoFields
-from ecd_client.vllm.middleware.media import Found, Look
+from ecd_client.vllm.middleware.media import FoundMedium, Look
 
 STAYS_S = 10.0
 """How long the entries of an answer are held, for its consumer to come."""
@@ -82,7 +82,7 @@ class Answers:
             "ec_transfer_params": params,
         }
 
-    def _have_stay(self, found: list[Found], caller: str) -> None:
+    def _have_stay(self, found: list[FoundMedium], caller: str) -> None:
         """Hold each entry once, until STAYS_S after the last answer that names it.
 
         Beyond MAX_STAYING the caller with the most entries loses its oldest.

@@ -12,7 +12,7 @@ from ecd_client.client import Client
 from ecd_client.item import Item
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import outline_name
-from ecd_client.vllm.middleware.media import Found, Medium
+from ecd_client.vllm.middleware.media import FoundMedium, Medium
 from ecd_client.vllm.middleware.outline import Outline
 from ecd_proto.placeholders import Placeholder
 
@@ -24,7 +24,7 @@ _OUTLINE_METADATA = b"" if _OUTLINE is None else _OUTLINE.packed
 """The metadata of outlines: the daemon learns the costs of each modality apart."""
 
 
-class Entries:
+class MediaEntries:
     """Finds a medium's entry, and what it says, or its outline."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Entries:
 
     def find(
         self, namespace: str, medium: Medium, stored: str, nodes: Any, until_s: float
-    ) -> tuple[Found | None, bool]:
+    ) -> tuple[FoundMedium | None, bool]:
         """The medium that is `stored` under this name, if it is here or comes until then.
 
         Whether there is an entry, too: one without metadata is found by none but the engine.
@@ -72,7 +72,7 @@ class Entries:
             return None, False
         kind = medium.kind
         if self._only_encodes and not self._metadata.fields_for(kind):
-            return Found(medium, item, None), True
+            return FoundMedium(medium, item, None), True
         said = self._said(item, kind)
         if said is None and item.shape and kind in self._outlined:
             # An outline comes from where its entry has come from.
@@ -80,10 +80,10 @@ class Entries:
         if said is None:
             item.close()
             return None, True
-        found = Found(medium, item, said)
+        found = FoundMedium(medium, item, said)
         told = found.placeholder
         if self._only_encodes and told is not None and not self._metadata.is_taken(kind, told):
-            return Found(medium, item, None), True
+            return FoundMedium(medium, item, None), True
         return found, True
 
     def shows(self, namespace: str, kind: str, stored: str) -> bool:

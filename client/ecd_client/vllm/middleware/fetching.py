@@ -31,7 +31,7 @@ class TooLarge(Exception):
     """The media of one request, or of all, have too many bytes to be held here."""
 
 
-class Fetcher:
+class MediaFetcher:
     """Fetches media, and counts what was fetched until it is released. Used from one event loop."""
 
     def __init__(self, model_config: Any) -> None:

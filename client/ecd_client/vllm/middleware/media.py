@@ -137,7 +137,7 @@ class Medium:
         self.part.update({"type": key, key: value, "uuid": self.uuid})
 
 
-class Found(NamedTuple):
+class FoundMedium(NamedTuple):
     """A medium in a request, its entry in ecd, and what stands in its place in a request.
 
     None: nothing does, and only an engine that encodes can do without the medium.
@@ -162,7 +162,7 @@ class Found(NamedTuple):
         return {} if self.placeholder is None else self.placeholder.fields
 
 
-class Missing(NamedTuple):
+class MissingMedium(NamedTuple):
     """A medium in a request that ecd lacks: its bytes as a URL, and its size, estimated.
 
     It is waited for `seconds` longer than for a picture. `decoding` is a digest of what its name
@@ -209,7 +209,7 @@ class Promise(NamedTuple):
     encoder: Encoder
 
 
-def may_stand_together(found: Iterable[Found], promises: Iterable[Promise]) -> bool:
+def may_stand_together(found: Iterable[FoundMedium], promises: Iterable[Promise]) -> bool:
     """Whether what is said of all media of a request is within the bound for one."""
     said = [*(each.placeholder for each in found), *(each.placeholder for each in promises)]
     return may_be_together([each for each in said if each is not None])
@@ -230,9 +230,9 @@ class Look:
     body: bytes
     request: dict[str, Any] = field(default_factory=dict)
     media: list[Medium] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
-    missing: list[Missing] = field(default_factory=list)
-    promised: list[tuple[Missing, Promise]] = field(default_factory=list)
+    found: list[FoundMedium] = field(default_factory=list)
+    missing: list[MissingMedium] = field(default_factory=list)
+    promised: list[tuple[MissingMedium, Promise]] = field(default_factory=list)
     names: frozenset[str] | None = None
     without_outline: dict[str, tuple[str, str]] = field(default_factory=dict)
     is_named: bool = False

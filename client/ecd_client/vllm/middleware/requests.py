@@ -21,8 +21,8 @@ from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.settings import Settings
-from ecd_client.vllm.middleware.entries import Entries
-from ecd_client.vllm.middleware.fetching import Fetcher
+from ecd_client.vllm.middleware.entries import MediaEntries
+from ecd_client.vllm.middleware.fetching import MediaFetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.media import (
@@ -32,10 +32,10 @@ from ecd_client.vllm.middleware.media import (
     KINDS,
     READ_BY_KEY,
     VIDEO,
-    Found,
+    FoundMedium,
     Look,
     Medium,
-    Missing,
+    MissingMedium,
     Promise,
     may_stand_together,
 )
@@ -91,7 +91,9 @@ class Requests:
         self._only_encodes, self._has_encoder = only_encodes, has_encoder
         self._outlined = outlined
         vocabulary = model_config.get_vocab_size()
-        self._entries = Entries(client, metadata, outlined, vocabulary, only_encodes=only_encodes)
+        self._entries = MediaEntries(
+            client, metadata, outlined, vocabulary, only_encodes=only_encodes
+        )
         self._outlines = Outlines(metadata.of_outline, self._entries.keep)
         self._can_outline: set[str] = set()
         if outlined:
@@ -102,7 +104,7 @@ class Requests:
         self._limits = {kind: multimodal.get_limit_per_prompt(kind) for kind in kinds}
         self._how = {kind: names.decoding(kind) for kind in KINDS.values()}
         self._marks = (URL_MARK, SOUND_MARK) if AUDIO in kinds else (URL_MARK,)
-        self._fetcher = Fetcher(model_config)
+        self._fetcher = MediaFetcher(model_config)
         has_videos = VIDEO in sent
         self._headers = Headers(
             model_config,
@@ -230,7 +232,7 @@ class Requests:
             return len(said) == 1
         return {medium.kind for medium in look.media} <= self._can_outline
 
-    def _missing(self, medium: Medium, namespace: str, salt: str | None) -> Missing | None:
+    def _missing(self, medium: Medium, namespace: str, salt: str | None) -> MissingMedium | None:
         """The medium as an encoder gets it. None: it stays with the engine."""
         url = medium.data_url()
         if url is None or len(url) > MAX_URL:
@@ -242,7 +244,7 @@ class Requests:
         by_outline = size.has_times or not self._metadata.can_promise(medium.kind)
         if by_outline and not can_outline:
             return None
-        return Missing(
+        return MissingMedium(
             *(medium, url, medium.name, namespace, size.tokens, salt, size.seconds),
             decoding=None if medium.is_chosen else self._how[medium.kind],
             by_outline=by_outline,
@@ -266,14 +268,14 @@ class Requests:
             look.found, look.promised = [], []
 
     def _find_promised(
-        self, promised: list[tuple[Missing, Promise]], until_s: float
-    ) -> list[Found] | None:
+        self, promised: list[tuple[MissingMedium, Promise]], until_s: float
+    ) -> list[FoundMedium] | None:
         found = []
         for missing, promise in promised:
             if promise.placeholder is not None:
                 continue
             about = missing.namespace, missing.medium, missing.stored_name, promise.hints
-            one: Found | None = None
+            one: FoundMedium | None = None
             with contextlib.suppress(EcdError):
                 one, _ = self._entries.find(*about, until_s)
             if one is None:

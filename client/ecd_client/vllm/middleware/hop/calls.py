@@ -13,7 +13,7 @@ import aiohttp
 from ecd_client.vllm.base.hints import CONSUMERS, DECODING
 from ecd_client.vllm.middleware.hop.encoders import Encoder
 from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, IS_HOP, IS_HOP_PARAM, UNLIKE
-from ecd_client.vllm.middleware.media import Missing
+from ecd_client.vllm.middleware.media import MissingMedium
 
 MAX_ANSWER_BYTES = 64 << 10
 _IDLE_S = 2.0
@@ -23,7 +23,7 @@ _REFUSALS = (400, 413, 422, 501, UNLIKE)
 _LOST = aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientOSError
 
 
-class Answer(NamedTuple):
+class EncoderAnswer(NamedTuple):
     """An answer's body, and whether it has the header HAS_OUTLINE."""
 
     body: bytes
@@ -38,11 +38,11 @@ class Late(Failed):
     """An encoder has not answered in time."""
 
 
-class Lost(Failed):
+class ConnectionLost(Failed):
     """An encoder has ended the connection of a call, or has ended itself."""
 
 
-class Refused(Exception):
+class MediumRefused(Exception):
     """An encoder has refused the medium. `is_by_all`: others would refuse it, too."""
 
     def __init__(self, said: str, *, is_by_all: bool) -> None:
@@ -50,7 +50,7 @@ class Refused(Exception):
         self.is_by_all = is_by_all
 
 
-class Calls:
+class EncoderCalls:
     """An HTTP client for encoders. Used from one event loop."""
 
     def __init__(self, key: str | None, connect_s: float) -> None:
@@ -83,7 +83,7 @@ class Calls:
         return False
 
     @staticmethod
-    def body_of(missing: Missing, model: str, node: str | None) -> bytes:
+    def body_of(missing: MissingMedium, model: str, node: str | None) -> bytes:
         """The chat completion that has a medium encoded for the engine of this model and node."""
         params: dict[str, Any] = {IS_HOP_PARAM: True}
         if missing.decoding is not None:
@@ -101,8 +101,8 @@ class Calls:
         before, after = json.dumps(request).split('"url": ""')
         return b"".join((f'{before}"url": "'.encode(), missing.url.encode(), f'"{after}'.encode()))
 
-    async def complete(self, encoder: Encoder, body: bytes, within_s: float) -> Answer:
-        """The answer to a chat completion. Raises Refused and Failed."""
+    async def complete(self, encoder: Encoder, body: bytes, within_s: float) -> EncoderAnswer:
+        """The answer to a chat completion. Raises MediumRefused and Failed."""
         # `connect` has the time to resolve the name in it, which `sock_connect` has not.
         timeout = aiohttp.ClientTimeout(total=max(0.001, within_s), connect=self._connect_s)
         headers = {
@@ -124,7 +124,7 @@ class Calls:
                 if reply.status in _REFUSALS:
                     why = (await reply.content.read(200)).decode(errors="replace")
                     is_by_all = reply.status != UNLIKE
-                    raise Refused(f"{reply.status} {why}", is_by_all=is_by_all)
+                    raise MediumRefused(f"{reply.status} {why}", is_by_all=is_by_all)
                 if reply.status != 200:
                     raise Failed(f"it answered with status {reply.status}")
                 if reply.headers.get("Content-Encoding", "identity") != "identity":
@@ -141,7 +141,7 @@ class Calls:
         except aiohttp.ClientConnectorError as error:
             raise Failed(f"{type(error).__name__}: {error}") from None
         except _LOST as error:
-            raise Lost(f"it has ended the connection: {error}") from None
+            raise ConnectionLost(f"it has ended the connection: {error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Failed(f"{type(error).__name__}: {error}") from None
-        return Answer(said, has_outline)
+        return EncoderAnswer(said, has_outline)

@@ -17,13 +17,20 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import hints_in
-from ecd_client.vllm.middleware.hop.calls import Answer, Calls, Failed, Late, Lost, Refused
-from ecd_client.vllm.middleware.hop.encoders import Encoder, Encoders
+from ecd_client.vllm.middleware.hop.calls import (
+    ConnectionLost,
+    EncoderAnswer,
+    EncoderCalls,
+    Failed,
+    Late,
+    MediumRefused,
+)
+from ecd_client.vllm.middleware.hop.encoders import Encoder, EncoderPool
 from ecd_client.vllm.middleware.hop.metrics import metrics
 from ecd_client.vllm.middleware.hop.places import Asker, Places
 from ecd_client.vllm.middleware.hop.protocol import MAX_BODY_BYTES
 from ecd_client.vllm.middleware.hop.sizes import MAX_SECONDS
-from ecd_client.vllm.middleware.media import Look, Missing, Promise, may_stand_together
+from ecd_client.vllm.middleware.media import Look, MissingMedium, Promise, may_stand_together
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder
 
@@ -67,7 +74,7 @@ class EncodeHop:
 
     def __init__(
         self,
-        encoders: Encoders,
+        encoders: EncoderPool,
         client: Client,
         model: str,
         checked: Callable[[str, Any], Placeholder | None],
@@ -81,12 +88,12 @@ class EncodeHop:
         `key` is sent to encoders as a bearer token. `in_need` is for an engine that has no encoder
         of its own: its media wait for a place, and encoders that are left out are called where
         no other is left. The pictures of a request have `within_s` seconds, with all encoders; it
-        has longer if it lacks others (`Missing.seconds`), from encoders that are alive, and, but
-        in need, where an encoder is busy.
+        has longer if it lacks others (`MissingMedium.seconds`), from encoders that are alive, and,
+        but in need, where an encoder is busy.
         """
         self._encoders, self._client, self._model = encoders, client, model
         self._checked, self._in_need = checked, in_need
-        self._calls = Calls(key, within_s * SHARE_TO_CONNECT)
+        self._calls = EncoderCalls(key, within_s * SHARE_TO_CONNECT)
         self._within_s, self._sent_bytes = within_s, 0
         self._more_s = 0.0 if in_need else (TIMES_IF_BUSY - 1) * within_s
         self._quiet_until_s: dict[str, float] = {}
@@ -127,7 +134,7 @@ class EncodeHop:
         look.waits_until_s = until_s = self._until_s(*look.missing)
         asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
-        async def in_turn(missing: Missing) -> Promise:
+        async def in_turn(missing: MissingMedium) -> Promise:
             async with turns:
                 return await self.promise(missing, asker, until_s)
 
@@ -149,7 +156,7 @@ class EncodeHop:
             look.promised = list(zip(media, promises, strict=True))
 
     async def promise(
-        self, missing: Missing, asker: Asker | None = None, until_s: float | None = None
+        self, missing: MissingMedium, asker: Asker | None = None, until_s: float | None = None
     ) -> Promise:
         """Have a medium encoded once for all requests that want it. Raises NotEncoded.
 
@@ -180,7 +187,7 @@ class EncodeHop:
             if now_s < flight.until_s or until_s - now_s < self._within_s * SHARE_TO_CONNECT:
                 raise NotEncoded
 
-    async def _flight(self, missing: Missing, asker: Asker, until_s: float) -> _Flight:
+    async def _flight(self, missing: MissingMedium, asker: Asker, until_s: float) -> _Flight:
         """The search for an encoder of the medium, which may be another request's."""
         key = missing.namespace, missing.stored_name, missing.kind, missing.by_outline
         if key not in self._flights:
@@ -196,7 +203,7 @@ class EncodeHop:
         search.add_done_callback(lambda _: self._forget(flight))
         return flight
 
-    def _until_s(self, *missing: Missing) -> float:
+    def _until_s(self, *missing: MissingMedium) -> float:
         """When a request that lacks these has waited for as long as it may."""
         seconds = {(each.stored_name, each.kind): each.seconds for each in missing}
         return clock.now_s() + self._within_s + min(sum(seconds.values()), MAX_SECONDS)
@@ -217,7 +224,7 @@ class EncodeHop:
 
     # -- one medium ----------------------------------------------------------------------------
 
-    async def _search(self, missing: Missing, until_s: float) -> Promise | None:
+    async def _search(self, missing: MissingMedium, until_s: float) -> Promise | None:
         """Ask one encoder after the other, each at most once. None: none has stored it."""
         nbytes = len(missing.url)
         if self._sent_bytes and self._sent_bytes + nbytes > MAX_SENT_BYTES:
@@ -231,7 +238,7 @@ class EncodeHop:
         self._metrics.count(outcome)
         return promise
 
-    async def _ask_all(self, missing: Missing, until_s: float) -> tuple[Promise | None, str]:
+    async def _ask_all(self, missing: MissingMedium, until_s: float) -> tuple[Promise | None, str]:
         """The promise of the first encoder that makes one, and how the search has ended."""
         body: bytes | None = None
         tried: set[Encoder] = set()
@@ -270,7 +277,7 @@ class EncodeHop:
                 self._encoders.note_served(encoder, clock.now_s(), is_long=bool(missing.seconds))
                 outcome = "encoded"
                 return promise, "given_up" if promise is None else "promised"
-            except Refused as error:
+            except MediumRefused as error:
                 outcome = "refused"
                 self._say(encoder, "refuses a medium", str(error))
                 if error.is_by_all:
@@ -283,7 +290,7 @@ class EncodeHop:
                     self._encoders.note_late(encoder, clock.now_s())
                 if not (is_late and encoder.has_served(began_s - CALM_S)):
                     self._note_failed(encoder, began_s, error)
-                lost += isinstance(error, Lost)
+                lost += isinstance(error, ConnectionLost)
                 if lost >= MAX_LOST:
                     return None, "given_up"
             finally:
@@ -294,8 +301,12 @@ class EncodeHop:
                     self._metrics.forget(encoder.url)
 
     async def _while_it_serves(
-        self, encoder: Encoder, call: Coroutine[Any, Any, Answer], due_s: float, latest_s: float
-    ) -> Answer:
+        self,
+        encoder: Encoder,
+        call: Coroutine[Any, Any, EncoderAnswer],
+        due_s: float,
+        latest_s: float,
+    ) -> EncoderAnswer:
         """An answer by `due_s`, or by `latest_s` while the encoder serves other media.
 
         Between two of them it has a picture's time. Raises Late, and what the call raises.
@@ -312,7 +323,7 @@ class EncodeHop:
 
     async def _answer_if_alive(
         self, encoder: Encoder, body: bytes, alive_by_s: float, until_s: float
-    ) -> Answer:
+    ) -> EncoderAnswer:
         """An answer that may take longer than a picture's, while the encoder says that it lives.
 
         It is asked after the time in which it has to be reached, until `alive_by_s`, and from then
@@ -328,7 +339,7 @@ class EncodeHop:
                 try:
                     await asyncio.wait((answer, alive), return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done() and not alive.result():
-                        raise Lost("its server does not answer")
+                        raise ConnectionLost("its server does not answer")
                 finally:
                     alive.cancel()
                 pause_s = bound_s = self._within_s
@@ -347,12 +358,14 @@ class EncodeHop:
             self._quiet_until_s[what] = now_s + SAID_EVERY_S
             logger.warning("ecd: encoder %s %s: %s", encoder.url, what, shown(why))
 
-    def _body(self, missing: Missing) -> bytes:
+    def _body(self, missing: MissingMedium) -> bytes:
         with contextlib.suppress(EcdError):
-            return Calls.body_of(missing, self._model, self._client.node)
-        return Calls.body_of(missing, self._model, None)
+            return EncoderCalls.body_of(missing, self._model, self._client.node)
+        return EncoderCalls.body_of(missing, self._model, None)
 
-    def _promise_in(self, answer: Answer, missing: Missing, encoder: Encoder) -> Promise | None:
+    def _promise_in(
+        self, answer: EncoderAnswer, missing: MissingMedium, encoder: Encoder
+    ) -> Promise | None:
         """The promise that an answer makes of the medium. Raises Failed.
 
         None: it is stored, but the engine can be told of it neither by metadata nor by an outline.
@@ -371,13 +384,13 @@ class EncodeHop:
                     return None
         raise Failed("it has not stored the medium, or does not say its size")
 
-    def _is_here(self, missing: Missing) -> bool:
+    def _is_here(self, missing: MissingMedium) -> bool:
         with contextlib.suppress(EcdError):
             return self._client.is_shown(missing.stored_name, namespace=missing.namespace)
         return False
 
 
-def _end(answer: asyncio.Future[Answer]) -> None:
+def _end(answer: asyncio.Future[EncoderAnswer]) -> None:
     """Cancel what nobody waits for: it may fail all the same, as its time is over, too."""
     answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     answer.cancel()

@@ -69,7 +69,7 @@ class Encoder:
         return decoding is not None and now_s < self._unlike_until_s.get(decoding, 0.0)
 
 
-class Encoders:
+class EncoderPool:
     """Chooses the encoder with the fewest active tokens; time is an argument."""
 
     def __init__(self, urls: Sequence[str]) -> None:

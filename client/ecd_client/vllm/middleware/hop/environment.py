@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ecd_client.client import Client
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
-from ecd_client.vllm.middleware.hop.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
+from ecd_client.vllm.middleware.hop.encoders import DIRECTORY, VARIABLE, EncoderPool, urls_in
 from ecd_client.vllm.middleware.kinds import called
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def hop_of(
     named = "the encoders that are registered (ecd-cli encoders)" if follows() else ", ".join(urls)
     logger.info("ecd: %s that are not stored go to %s", called(kinds), named)
     return EncodeHop(
-        Encoders(urls),
+        EncoderPool(urls),
         client,
         model,
         metadata.checked,

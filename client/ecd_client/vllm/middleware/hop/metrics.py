@@ -11,7 +11,7 @@ OUTCOMES = "encoded", "refused", "failed", "cancelled"
 """How a call ends."""
 
 
-class Metrics:
+class HopMetrics:
     """Counters and a gauge."""
 
     def __init__(self) -> None:
@@ -45,5 +45,5 @@ class Metrics:
         self._media.labels(outcome).inc()
 
 
-metrics = cache(Metrics)
+metrics = cache(HopMetrics)
 """The metrics of this process, which can be registered once."""
