@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -39,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "bugs",
+    settings.get_profile("patient"),
+    phases=set(Phase) - {Phase.shrink, Phase.explain},
+)
 settings.load_profile("patient")  # a machine that stands still for a moment is no failure
 
 

@@ -61,6 +61,7 @@ def run(bug: Bug) -> Verdict:
         test = f"tests/{bug.found_by}"
         # What `make test` runs has to find an edit.
         how = ["-m", "night or not night"] if bug.edit is None else ["--exitfirst"]
+        how.append("--hypothesis-profile=bugs")  # that a test fails says enough: it shrinks nothing
         with processes.child(
             [*ALONE, sys.executable, "-m", "pytest", "-q", test, *how, f"--junitxml={report}"],
             cwd=tree,
