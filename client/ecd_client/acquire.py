@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ecd_client import clock
-from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
+from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached, stripped
 from ecd_client.item import Item
 from ecd_client.session.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
@@ -85,7 +85,7 @@ class Acquire:
             except EcdError as error:
                 for future in self.futures:
                     if future.set_running_or_notify_cancel():
-                        future.set_exception(bare(error))
+                        future.set_exception(stripped(error))
                 return
             self.settle(outcomes)
 
@@ -130,7 +130,7 @@ class Acquire:
             item = item or _leased(self.session, key, outcome)
         except EcdError as error:
             if wanted:
-                future.set_exception(bare(error))
+                future.set_exception(stripped(error))
             return True
         if wanted:
             future.set_result(item)

@@ -66,7 +66,7 @@ RETRY_S = 0.001
 Failure = TypeVar("Failure", bound=BaseException)
 
 
-def bare(error: Failure) -> Failure:
+def stripped(error: Failure) -> Failure:
     """The error without its traceback and causes, for a future to keep.
 
     Their frames have the future, the session and the tensor in turn: all that would stay until

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ecd_client import arguments, clock, forks
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, stripped
 from ecd_client.put import BEING_WRITTEN, CLAIMED, MUST_CALL, STORED, Put
 from ecd_client.reader import Reader
 from ecd_client.session.channel import CALL_TIMEOUT_S
@@ -161,7 +161,7 @@ class Writer:
             put.copy_near(lambda: future.set_result(state is STORED))
         except BaseException as error:
             if not future.done():
-                future.set_exception(bare(error))
+                future.set_exception(stripped(error))
 
     def _let_go(self, session: Session) -> None:
         session.unref()
@@ -185,7 +185,7 @@ def _try_now(put: Put) -> Future[bool] | None:
         put.write()
     except Exception as error:  # told by the future, as from the side
         failed: Future[bool] = Future()
-        failed.set_exception(bare(error))
+        failed.set_exception(stripped(error))
         return failed
     return _DONE.get(put.state)
 

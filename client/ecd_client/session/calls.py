@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd_client import clock, forks
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, stripped
 from ecd_client.session.channel import CLOSED, call, from_status, late, translate, unreachable
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
@@ -166,7 +166,7 @@ class Calls:
         try:
             reply.set_result(sent.result())
         except Exception as error:
-            reply.set_exception(self._meaning(bare(error)))
+            reply.set_exception(self._meaning(stripped(error)))
         finally:
             _answering.is_here = was_here
             self._send_queued()
@@ -191,7 +191,7 @@ class Calls:
         except StopIteration:
             raise DaemonUnavailable(unreachable(self.address)) from None
         except grpc.RpcError as error:
-            bare(error)  # it is the stream itself, which stays
+            stripped(error)  # it is the stream itself, which stays
             if error.code() is grpc.StatusCode.CANCELLED:
                 cause = late if self._overdue else unreachable
                 raise DaemonUnavailable(cause(self.address)) from None
