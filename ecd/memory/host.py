@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ecd.base.clock import REAL, Clock
-from ecd.memory import holders
+from ecd.memory import mapped_by
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Unusable, find, generation_of
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.contract import SMALL_POOL_BYTES, count_text, size_text
@@ -109,7 +109,7 @@ class HostPool:
             found = Unusable(str(error))
         if isinstance(found, Unusable):
             path = self.directory.path
-            who = ", ".join(holders.holders(path))
+            who = ", ".join(mapped_by.processes(path))
             still = f"; still mapped by {who}" if who else ""
             logger.warning("what the last daemon left in %s is lost: %s%s", path, found.why, still)
             return None
@@ -145,7 +145,7 @@ class HostPool:
                 lacking = size_text(more_bytes - free_bytes)
                 raise PoolError(
                     f"the host pool needs {size_text(self.nbytes)} in {shm_dir}, which has "
-                    f"{lacking} less free. {holders.advice(self.directory.path)}"
+                    f"{lacking} less free. {mapped_by.advice(self.directory.path)}"
                     f"{advice(self.nbytes, self.directory)}"
                 )
             logger.info("waiting for clients of the last daemon to let go of its pool")

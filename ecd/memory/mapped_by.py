@@ -13,7 +13,7 @@ from ecd_proto.shm.files import POOL_SUFFIX
 
 def advice(directory: Path) -> str:
     """A sentence that names the processes that have to end, as far as this user can see them."""
-    if found := holders(directory):
+    if found := processes(directory):
         return (
             f"The pool of an earlier daemon is still mapped by {', '.join(found)}. End them, or "
             "let a stopped one go on (kill -CONT). "
@@ -27,7 +27,7 @@ def advice(directory: Path) -> str:
     )
 
 
-def holders(directory: Path) -> list[str]:
+def processes(directory: Path) -> list[str]:
     """Name, number and owner of each process that this user can see."""
     pool = re.compile(rf"/{re.escape(directory.name)}/[0-9a-f]+{re.escape(POOL_SUFFIX)}\b")
     found = []
