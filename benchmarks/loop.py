@@ -375,7 +375,7 @@ class PoolOfZeros:
     def is_speculative(self, key: Key) -> bool:
         return False
 
-    def is_claiming(self, key: Key) -> bool:
+    def is_beginning_to_make(self, key: Key) -> bool:
         return False
 
     def is_local(self, key: Key) -> bool:

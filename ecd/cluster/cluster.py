@@ -266,9 +266,9 @@ class Cluster:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
         return self._deliveries.is_speculative(key)
 
-    def is_claiming(self, key: Key) -> bool:
-        """Whether a claim of the key is on its way to the directory."""
-        return self._fetcher.is_claiming(key)
+    def is_beginning_to_make(self, key: Key) -> bool:
+        """Whether the directory is being told that this node makes the key."""
+        return self._fetcher.is_beginning_to_make(key)
 
     def is_local(self, key: Key) -> bool:
         """Whether the key may lie on this node's disk."""

@@ -2,10 +2,10 @@
 
 A flight asks one node after the other, until one delivers the entry (`deliveries`).
 
-A key that no node has, and that a client here makes, is claimed in the directory. If another node
-claimed it first, the flight asks that node for a lease, and so waits until it is stored there. Its
-deadline is later then by as long as the client waits. It waits no longer than a client that makes
-the key is left.
+Of a key that no node has, the directory notes that this one makes it, if a client here does. If
+another node makes it already, the flight asks that node for a lease, and so waits until it is
+stored there. Its deadline is later then by as long as the client waits. It waits no longer than a
+client that makes the key is left.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class Fetcher:
     def __init__(self, live: LiveCache, candidates: Candidates, deliveries: Deliveries) -> None:
         self.deliveries = deliveries
         self._live, self._candidates = live, candidates
-        self._claiming: set[Key] = set()
+        self._beginning: set[Key] = set()
         self._awaited = self._pausing = 0  # flights
 
-    def is_claiming(self, key: Key) -> bool:
-        """Whether a claim of the key is on its way to the directory."""
-        return key in self._claiming
+    def is_beginning_to_make(self, key: Key) -> bool:
+        """Whether the directory is being told that this node makes the key."""
+        return key in self._beginning
 
     def may_have(self, key: Key) -> bool:  # noqa: ARG002
         return True
@@ -133,25 +133,25 @@ class Fetcher:
             return outcome
         void = ""
         while flight.makers:
-            self._claiming.add(flight.key)
+            self._beginning.add(flight.key)
             try:
                 with Stage("directory", self._live.clock):
-                    claimed = await self._candidates.claim(flight.key, void)
+                    other = await self._candidates.begin_making(flight.key, void)
             finally:
-                self._claiming.discard(flight.key)
-            if claimed is None:
+                self._beginning.discard(flight.key)
+            if other is None:
                 return Outcome.MADE if flight.makers else outcome
             self._live.not_made(flight.key)
             left_s = flight.patience_left_s
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
             begun_s = self._live.clock.now_s()
-            found = await self._wait_for(claimed.node, flight, left_s)
+            found = await self._wait_for(other.node, flight, left_s)
             if found.is_final or found is Outcome.SLOWER:
                 return found
             is_by_time = found is Outcome.MISSING and self._live.clock.now_s() - begun_s >= left_s
             if not (is_by_time and flight.patience_left_s > 0.0):  # of a maker that came meanwhile
-                void = claimed.incarnation
+                void = other.incarnation
         return outcome
 
     async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> Outcome:

@@ -414,12 +414,12 @@ EDITED = {
         "simulation/test_makers.py",
         Edit("ecd/live/makings.py", "return [] if key in self else self.take([key])", "return []"),
     ),
-    "a claim is not renewed": Bug(
+    "the note of a maker is not renewed": Bug(
         "nodes",
         "simulation/test_makers.py",
         Edit(
             "ecd/cluster/directory/redis_publisher.py",
-            'await self._claim(dict.fromkeys(made[start : start + BATCH], ""))',
+            'await self._begin_making(dict.fromkeys(made[start : start + BATCH], ""))',
             "assert made[start]",
         ),
     ),

@@ -158,26 +158,27 @@ def test_redis_is_killed_and_restarts_empty(
     eventually(lambda: b.peers().directory.up)
 
 
-def test_what_is_made_for_long_is_claimed_again_unless_another_node_makes_it(
+def test_what_is_made_for_long_is_noted_again_unless_another_node_makes_it(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_lookup, "LOOKUP_TIMEOUT_S", LONG_S)
     """However many that are."""
     many = [f"one of many {number}" for number in range(redis_publisher.BATCH)]
     lasting = [Key("default", name) for name in ("own", "lost", "another's", *many)]
-    names = [RowNames("default").claim(key) for key in lasting]
+    names = [RowNames("default").making(key) for key in lasting]
 
-    async def claim() -> None:
+    async def begin() -> None:
         one, other = directory_at(empty_redis.url, "1"), directory_at(empty_redis.url, "2")
-        await other._publisher._beat()  # a claim of a node without a record is taken over
-        assert await one.claim({lasting[0]: ""}) == await other.claim({lasting[2]: ""}) == {}
+        await other._publisher._beat()  # a maker without a record is followed
+        assert await one.begin_making({lasting[0]: ""}) == {}
+        assert await other.begin_making({lasting[2]: ""}) == {}
         empty_redis.ask("pexpire", names[0], "600000")
         one._publisher._lasting = lambda _: lasting
         await one._publisher._beat()
         await one.close()
         await other.close()
 
-    asyncio.run(claim())
+    asyncio.run(begin())
     by = empty_redis.ask("mget", *names).split()
     assert by == ["1" * 32, "1" * 32, "2" * 32, *["1" * 32] * len(many)]
     assert 0 < int(empty_redis.ask("pttl", names[0])) <= 1000 * NODE_TTL_S
@@ -304,29 +305,29 @@ def test_a_poisoned_row_costs_its_own_candidates(empty_redis: RedisServer) -> No
 @pytest.mark.parametrize(
     "garbage",
     [
-        ("set", "CLAIM", "x" * 100_000),
-        ("set", "CLAIM", "0" * 32),
-        ("set", "CLAIM", ""),
-        ("hset", "CLAIM", "a", "b"),
-        ("set", "CLAIM", "\udcff\udcfe" * 16),
+        ("set", "NOTE", "x" * 100_000),
+        ("set", "NOTE", "0" * 32),
+        ("set", "NOTE", ""),
+        ("hset", "NOTE", "a", "b"),
+        ("set", "NOTE", "\udcff\udcfe" * 16),
     ],
     ids=["long", "unknown", "empty", "hash", "bytes"],
 )
-def test_a_claim_that_is_not_ours_costs_nothing(
+def test_a_note_that_is_not_ours_costs_nothing(
     empty_redis: RedisServer, garbage: tuple[str, ...]
 ) -> None:
     key = Key("default", "k")
-    name = RowNames("default").claim(key)
-    empty_redis.ask(*(name if word == "CLAIM" else word for word in garbage))
+    name = RowNames("default").making(key)
+    empty_redis.ask(*(name if word == "NOTE" else word for word in garbage))
     assert empty_redis.ask("exists", name) == "1"
 
-    async def claim() -> None:
+    async def begin() -> None:
         directory = directory_at(empty_redis.url)
-        assert await directory.claim({key: ""}) == {}
+        assert await directory.begin_making({key: ""}) == {}
         assert directory.state.errors == 0
         await directory.close()
 
-    asyncio.run(claim())
+    asyncio.run(begin())
 
 
 MANY_FIELDS = (

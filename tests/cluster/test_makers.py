@@ -105,7 +105,7 @@ def test_a_maker_that_is_killed_is_waited_for_no_more(
     assert is_right(third, "k")
 
 
-def test_lookups_go_on_where_redis_takes_no_claims_and_without_it_each_node_makes_the_key(
+def test_lookups_go_on_where_redis_takes_no_notes_and_without_it_each_node_makes_the_key(
     peers: Sequence[Daemon], clients: tuple[Client, Client], redis: RedisServer
 ) -> None:
     a, b = clients

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import RedisError
 
-from ecd.cluster.directory.redis_rows import CLAIM, LIVING, SOME_OF_ROW, connect
+from ecd.cluster.directory.redis_rows import LIVING, NOTE_MAKER, SOME_OF_ROW, connect
 from simulation.clock import VirtualLoop
 from simulation.network import Network
 from simulation.redis import SimulatedRedis
@@ -26,9 +26,15 @@ PIPELINES: list[list[tuple[Any, ...]]] = [
     [("hset", "e", ONE, b"0:0+5"), ("hset", "e", ONE, b"0:8+5"), ("expire", "e", GONE_S)],
     [("eval", SOME_OF_ROW, 1, "e", 16), ("eval", SOME_OF_ROW, 1, "nothing", 16)],
     [("hdel", "e", TWO), ("hdel", "e", ONE), ("eval", SOME_OF_ROW, 1, "e", 16)],
-    [("eval", CLAIM, 1, "m", ONE, "", TTL_MS), ("eval", CLAIM, 1, "m", TWO, "", TTL_MS)],
-    [("eval", CLAIM, 1, "m", TWO, ONE, TTL_MS), ("eval", CLAIM, 1, "m", ONE, "", TTL_MS)],
-    [("eval", CLAIM, 1, "m", TWO, "", TTL_MS), ("getrange", "m", 0, 1024)],
+    [
+        ("eval", NOTE_MAKER, 1, "m", ONE, "", TTL_MS),
+        ("eval", NOTE_MAKER, 1, "m", TWO, "", TTL_MS),
+    ],
+    [
+        ("eval", NOTE_MAKER, 1, "m", TWO, ONE, TTL_MS),
+        ("eval", NOTE_MAKER, 1, "m", ONE, "", TTL_MS),
+    ],
+    [("eval", NOTE_MAKER, 1, "m", TWO, "", TTL_MS), ("getrange", "m", 0, 1024)],
     [("delete", "n"), ("delete", "n"), ("exists", "n")],
     [("eval", LIVING, 1, "s", f"10.0.0.{n}:9465", GONE_S, 2) for n in range(3)],
     [("eval", LIVING, 1, "s", f"{'x' * size}:9465", GONE_S, 2) for size in (254, 255)],

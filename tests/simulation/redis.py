@@ -12,7 +12,7 @@ from typing import Any
 from redis import ConnectionError as RedisConnectionError
 from redis import TimeoutError as RedisTimeoutError
 
-from ecd.cluster.directory.redis_rows import CLAIM, LIVING, SOME_OF_ROW
+from ecd.cluster.directory.redis_rows import LIVING, NOTE_MAKER, SOME_OF_ROW
 from simulation.network import Network
 
 Row = dict[bytes, bytes]
@@ -87,7 +87,7 @@ class SimulatedRedis:
             return [part for pair in some for part in pair]
         if script == LIVING:
             return self._living(name, *args)
-        assert script == CLAIM
+        assert script == NOTE_MAKER
         own, void, ttl_ms = args
         by = self._get(name) or own.encode()
         if by not in (own.encode(), void.encode()):

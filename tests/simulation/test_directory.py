@@ -93,7 +93,7 @@ def test_no_question_waits_longer_than_a_lookup() -> None:
         run.redis.is_halted = True
         for ask, nothing in (
             (lambda at: at.find([key_of(NUMBER)]), None),
-            (lambda at: at.claim({key_of(NUMBER): ""}), {}),
+            (lambda at: at.begin_making({key_of(NUMBER): ""}), {}),
             (lambda at: at.knows("10.0.9.8:1"), False),
         ):
             directory, begun_s = RedisDirectory(*about, clock=run.loop.clock), run.loop.now_s

@@ -56,7 +56,7 @@ def makers(run: Run) -> list[Maker]:
 
 
 def test_others_wait_for_as_long_as_the_maker_works_on_it() -> None:
-    """The claim expires twice meanwhile, for a node that comes late."""
+    """The note of its maker expires twice meanwhile, for a node that comes late."""
 
     async def act(run: Run) -> None:
         maker, early, late = makers(run)
@@ -180,7 +180,7 @@ async def kill_daemon(maker: Maker) -> None:
 
 
 async def stop_daemon(maker: Maker) -> None:
-    """In order: its record goes from the directory, and its claims stay."""
+    """In order: its record goes from the directory, and its notes of what it makes stay."""
     await maker.session.daemon.stop()
 
 

@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     metadata: bytes = b""
 
 
-class Claimed(NamedTuple):
+class OtherMaker(NamedTuple):
     """A node, and its incarnation, that makes a key."""
 
     node: Candidate
@@ -96,10 +96,10 @@ class Directory(Protocol):
     async def encoding(self) -> Collection[str]:
         """Nodes that may have encoders; answers as soon as `find`."""
 
-    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
-        """Claim these keys for this node, which makes them; return those that others claimed first.
+    async def begin_making(self, keys: Mapping[Key, str]) -> Mapping[Key, OtherMaker]:
+        """Note that this node makes these keys; return those that others make already.
 
-        Each key comes with the incarnation whose claim is void, as it was tried ("": none).
+        Each key comes with the incarnation whose note is void, as it was tried ("": none).
         """
 
     def publish(self, changes: Mapping[Key, bool]) -> None:
@@ -132,7 +132,7 @@ class NoDirectory:
     async def encoding(self) -> Collection[str]:
         return ()
 
-    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
+    async def begin_making(self, keys: Mapping[Key, str]) -> Mapping[Key, OtherMaker]:
         return {}
 
     def publish(self, changes: Mapping[Key, bool]) -> None:

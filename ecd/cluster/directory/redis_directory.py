@@ -8,7 +8,7 @@ from typing import Any
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import redis_publisher
-from ecd.cluster.directory.directory import Claimed, Found
+from ecd.cluster.directory.directory import Found, OtherMaker
 from ecd.cluster.directory.redis_health import RedisHealth
 from ecd.cluster.directory.redis_lookup import RedisLookup
 from ecd.cluster.directory.redis_publisher import RedisPublisher
@@ -42,7 +42,7 @@ class RedisDirectory:
         self._lookup = RedisLookup(self._redis, names, identity.incarnation, health, clock)
         self._publisher = RedisPublisher(
             *(self._redis, names, config, identity, cache, health, clock),
-            *(self._lookup.claim, lasting, encodes),
+            *(self._lookup.begin_making, lasting, encodes),
         )
         self.state = health.state
 
@@ -55,8 +55,8 @@ class RedisDirectory:
     async def encoding(self) -> Collection[str]:
         return await self._lookup.encoding()
 
-    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
-        return await self._lookup.claim(keys)
+    async def begin_making(self, keys: Mapping[Key, str]) -> Mapping[Key, OtherMaker]:
+        return await self._lookup.begin_making(keys)
 
     @property
     def is_told(self) -> bool:

@@ -8,15 +8,15 @@ from itertools import islice
 from typing import Any
 
 from ecd.base.clock import Clock
-from ecd.cluster.directory.directory import Candidate, Claimed, Found
+from ecd.cluster.directory.directory import Candidate, Found, OtherMaker
 from ecd.cluster.directory.redis_health import HICCUP_S, LOOKUP_TIMEOUT_S, PAUSE, RedisHealth
 from ecd.cluster.directory.redis_rows import (
-    CLAIM,
     INCARNATION,
     LIVING,
     MAX_LISTED,
     MAX_RECORD_BYTES,
     NODE_TTL_S,
+    NOTE_MAKER,
     SOME_OF_ROW,
     RowNames,
     execute,
@@ -35,14 +35,14 @@ MAX_KNOWN = 4096
 
 
 class RedisLookup:
-    """Finds the entries of other nodes, and claims keys for this one. Caches what it has found."""
+    """Finds the entries of other nodes, and notes what this one makes. Caches what it has found."""
 
     def __init__(
         self, redis: Any, names: RowNames, incarnation: str, health: RedisHealth, clock: Clock
     ) -> None:
         self._redis, self._names, self._incarnation = redis, names, incarnation
         self._health, self._clock = health, clock
-        self._claimless_until_s = 0.0
+        self._unwritable_until_s = 0.0
         self._unanswered_since_s: float | None = None
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
@@ -65,14 +65,14 @@ class RedisLookup:
             self._health.answered()
         return found
 
-    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
-        if self._health.is_silent or self._clock.now_s() < self._claimless_until_s:
+    async def begin_making(self, keys: Mapping[Key, str]) -> Mapping[Key, OtherMaker]:
+        if self._health.is_silent or self._clock.now_s() < self._unwritable_until_s:
             return {}
         try:
-            return await within(LOOKUP_TIMEOUT_S, self._claim(keys))
+            return await within(LOOKUP_TIMEOUT_S, self._begin_making(keys))
         except Exception as error:
             self._health.failed(error, is_write=True)
-            self._claimless_until_s = self._clock.now_s() + PAUSE.first_s
+            self._unwritable_until_s = self._clock.now_s() + PAUSE.first_s
             return {}
 
     async def knows(self, node: str) -> bool:
@@ -145,22 +145,24 @@ class RedisLookup:
             if row
         }
 
-    async def _claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
+    async def _begin_making(self, keys: Mapping[Key, str]) -> Mapping[Key, OtherMaker]:
         pipeline = self._redis.pipeline(transaction=False)
         own, ttl_ms = self._incarnation, 1000 * NODE_TTL_S
         for key, void in keys.items():
-            pipeline.eval(CLAIM, 1, self._names.claim(key), own, void, ttl_ms)
+            pipeline.eval(NOTE_MAKER, 1, self._names.making(key), own, void, ttl_ms)
         makers = {
             key: by.decode()
             for key, by in zip(keys, await execute(pipeline), strict=True)
             if INCARNATION.fullmatch(by) and by.decode() != self._incarnation
         }
         nodes = await self._learn(set(makers.values()))
-        claimed = {
-            key: Claimed(node, by) for key, by in makers.items() if (node := nodes[by]) is not None
+        others = {
+            key: OtherMaker(node, by)
+            for key, by in makers.items()
+            if (node := nodes[by]) is not None
         }
         dead = {key: by for key, by in makers.items() if nodes[by] is None and keys[key] != by}
-        return {**claimed, **await self._claim(dead)} if dead else claimed
+        return {**others, **await self._begin_making(dead)} if dead else others
 
     async def _learn(self, incarnations: set[str]) -> Mapping[str, Candidate | None]:
         """The node of each incarnation; None for one that is dead."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 2.0
 BEAT_S = NODE_TTL_S / 3
-"""How often a node's record is written, and each claim of what it makes for longer."""
+"""How often a node's record is written, and each note of what it makes for longer."""
 BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
 """Changes that wait for Redis; with more, all entries are published again instead."""
@@ -55,16 +55,16 @@ class RedisPublisher:
         cache: Cache,
         health: RedisHealth,
         clock: Clock,
-        claim: Callable[[Mapping[Key, str]], Awaitable[object]],
+        begin_making: Callable[[Mapping[Key, str]], Awaitable[object]],
         lasting: Callable[[float], Iterable[Key]],
         encodes: Callable[[], bool],
     ) -> None:
-        """`claim` renews claims; `lasting` and `encodes` are as in `RedisDirectory`."""
+        """`begin_making` renews notes; `lasting` and `encodes` are as in `RedisDirectory`."""
         self._redis, self._names = redis, names
         self._node, self._incarnation = identity.node, identity.incarnation
         self._url, self._zone = config.directory or "", config.zone
         self._cache, self._health, self._clock = cache, health, clock
-        self._claim, self._lasting, self._encodes = claim, lasting, encodes
+        self._begin_making, self._lasting, self._encodes = begin_making, lasting, encodes
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
         self._sweeping: EntryId | None = EntryId(0)
@@ -118,7 +118,7 @@ class RedisPublisher:
             logger.debug("leaving without telling Redis: %s", said)
 
     async def _beat(self) -> None:
-        """Renew this node's record, and its claims.
+        """Renew this node's record, and its notes of what it makes.
 
         If Redis had lost the record, it has lost our entries too.
         """
@@ -147,8 +147,8 @@ class RedisPublisher:
         self._known = True
         self._beat_s = now_s + BEAT_S
         made = list(self._lasting(BEAT_S))
-        for start in range(0, len(made), BATCH):  # claim them again, before their claims expire
-            await self._claim(dict.fromkeys(made[start : start + BATCH], ""))
+        for start in range(0, len(made), BATCH):  # note them again, before they expire
+            await self._begin_making(dict.fromkeys(made[start : start + BATCH], ""))
 
     async def _write(self) -> None:
         """Write one batch of changes, or of all entries if they have to be published again."""

@@ -61,7 +61,7 @@ return some
 """
 """Some fields of a row that may be ours, with their values, however many and long all are."""
 
-CLAIM = """
+NOTE_MAKER = """
 local by = ARGV[1]
 if redis.call('type', KEYS[1]).ok == 'string' and redis.call('strlen', KEYS[1]) == 32 then
   by = redis.call('get', KEYS[1])
@@ -101,7 +101,7 @@ class RowNames:
     def row(self, key: Key) -> str:
         return f"{self._prefix}:e:{_digest(key)}"
 
-    def claim(self, key: Key) -> str:
+    def making(self, key: Key) -> str:
         return f"{self._prefix}:m:{_digest(key)}"
 
     def record(self, incarnation: str) -> str:

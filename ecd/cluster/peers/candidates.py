@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from ecd.cluster.directory.directory import Candidate, Claimed, Directory, Found
+from ecd.cluster.directory.directory import Candidate, Directory, Found, OtherMaker
 from ecd.cluster.peers.admission import Admission, Admitted
 from ecd.cluster.peers.link import Link
 from ecd.cluster.peers.peers import Peers
@@ -25,7 +25,7 @@ class Candidates:
         self._zone, self._directory = zone, directory
         self._background = Background()
         self._finding = _Together(self._find, self._background)
-        self._claiming = _Together(directory.claim, self._background)
+        self._beginning = _Together(directory.begin_making, self._background)
 
     async def hinted(self, hints: Sequence[Hint]) -> Sequence[Admitted]:
         """The nodes of those hints that may be followed."""
@@ -53,12 +53,12 @@ class Candidates:
 
         return [Admitted(candidate.hint) for candidate in sorted(candidates, key=rank)]
 
-    async def claim(self, key: Key, void: str) -> Claimed | None:
-        """Claim the key, which this node makes, unless another incarnation than `void` makes it.
+    async def begin_making(self, key: Key, void: str) -> OtherMaker | None:
+        """Note that this node makes the key, unless another incarnation than `void` makes it.
 
         That one is returned.
         """
-        return await self._claiming.ask(key, void)
+        return await self._beginning.ask(key, void)
 
     async def _find(self, keys: Mapping[Key, str]) -> Found:
         found = await self._directory.find(list(keys))

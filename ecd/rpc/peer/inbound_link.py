@@ -62,8 +62,8 @@ class Memory(Protocol):
     def is_speculative(self, key: Key) -> bool:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
 
-    def is_claiming(self, key: Key) -> bool:
-        """Whether a claim of the key is on its way to the directory."""
+    def is_beginning_to_make(self, key: Key) -> bool:
+        """Whether the directory is being told that this node makes the key."""
 
     def is_local(self, key: Key) -> bool:
         """Whether the key may lie on this node's disk."""
@@ -222,7 +222,7 @@ class InboundLink:
         )
 
     def _is_made(self, key: Key) -> bool:
-        return key in self._live.makings or self._memory.is_claiming(key)
+        return key in self._live.makings or self._memory.is_beginning_to_make(key)
 
     async def _lease(self, request: pb.LeaseKeys) -> None:
         check_batch(request.keys)
