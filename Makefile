@@ -244,9 +244,9 @@ bugs: $(VENV)/.ready vllm test-system $(STANDIN)  ## rules of the product taken 
 
 .PHONY: night
 night: check vllm test-system $(STANDIN) $(KUBERNETES) $(DIST)  ## all tests, with many more random examples; then the bugs put in by hand, and the figures
-	ECD_EXAMPLES=20 ECD_FUZZ_MESSAGES=100000 ECD_REQUESTS=10000 ECD_SIMULATE_S=600 ECD_CAMPAIGN_S=300 \
-	  $(BIN)/pytest -n 2 -m 'night or not night' --run-limit 28800
-	$(MAKE) bugs timing
+	@code=0; ECD_EXAMPLES=20 ECD_FUZZ_MESSAGES=100000 ECD_REQUESTS=10000 ECD_SIMULATE_S=600 ECD_CAMPAIGN_S=300 \
+	  $(BIN)/pytest -n 2 -raP -m 'night or not night' --run-limit 28800 || code=1; \
+	  $(MAKE) --keep-going bugs timing || code=1; exit $$code
 
 .PHONY: shake
 shake: $(VENV)/.ready vllm test-system $(STANDIN) $(KUBERNETES) $(DIST)  ## tests whose processes stand still at random, which shows those that tremble; as root. ONLY='tests/cluster -k locate' chooses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,8 @@ from support.processes import child
 SECONDS = float(os.environ.get("ECD_CAMPAIGN_S", "40"))
 BUG_SECONDS = 300
 """Of faults in a slice, and in one with a bug at most: it ends when that is found."""
-SEEDS = 23, *(pytest.param(seed, marks=pytest.mark.night) for seed in (301, 402))
-"""The first has three nodes."""
+SEEDS = 23, *(pytest.param(seed, marks=pytest.mark.night) for seed in (301, None))
+"""The first has three nodes; the last is drawn."""
 BUG_SEED = 301
 CAGE = "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
 """The kernel ends all that a command has started, when the command ends or is killed."""
@@ -53,7 +54,8 @@ def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_slice_of_the_campaign(seed: int, tmp_path: Path) -> None:
+def test_a_slice_of_the_campaign(seed: int | None, tmp_path: Path) -> None:
+    seed = secrets.randbits(20) if seed is None else seed
     code, printed, said = campaign(tmp_path, seed, SECONDS)
     assert code == 0, f"`make campaign SEED={seed} MINUTES=2`:\n{printed}"
     assert said["violations"] == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from simulation.run import shrink
 from simulation.scenario import draw
 from support.processes import child
 
-FIRST_SEED = int(os.environ.get("SEED", "0"))
 PARTS, SECONDS = 2, float(os.environ.get("ECD_SIMULATE_S", "30"))
 """Slices, and how long each may take: on a slow machine it runs fewer seeds."""
-RUNS = 400 if SECONDS <= 30 else 100_000
+BY_DAY = SECONDS <= 30
+RUNS = 400 if BY_DAY else 100_000
 """The seeds of a slice, which take 16 s of a processor; a longer slice ends with its time."""
+FIRST_SEED = int(os.environ.get("SEED") or (0 if BY_DAY else secrets.randbits(30)))
 FAILED_ONCE = (80002374, 10005139, 30024315)
 
 
