@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from bugs.table import BUGS, Bug
+from bugs.table import BUGS, Bug, Edit
 from support import processes
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ LIMIT_S = 900.0
 
 
 class Verdict(NamedTuple):
-    found_by: list[str]
-    """The tests that failed, or the one that put the bug in and found it."""
+    passed: list[str]
+    failed: list[str]
     said: str
     """What pytest printed."""
 
@@ -44,26 +44,33 @@ def copy_tree(to: Path) -> None:
         (to / name).symlink_to(ROOT / name)
 
 
-def put_in(bug: Bug, tree: Path) -> None:
-    if bug.edit is not None:
-        path = tree / bug.edit.file
-        text = path.read_text()
-        assert text.count(bug.edit.right) == 1, f"stale: {bug.edit}"
-        path.write_text(text.replace(bug.edit.right, bug.edit.wrong))
+def put_in(edit: Edit, tree: Path) -> None:
+    path = tree / edit.file
+    text = path.read_text()
+    assert text.count(edit.right) == 1, f"stale: {edit}"
+    path.write_text(text.replace(edit.right, edit.wrong))
 
 
-def run(bug: Bug) -> Verdict:
+def run(test: str, edit: Edit | None, *how: str) -> Verdict:
+    """Run a test of a copy of the tree, in which the edit is made."""
     with tempfile.TemporaryDirectory(prefix="ecd-bug-") as directory:
         tree, report = Path(directory, "tree"), Path(directory, "report.xml")
         tree.mkdir()
         copy_tree(tree)
-        put_in(bug, tree)
-        test = f"tests/{bug.found_by}"
-        # What `make test` runs has to find an edit.
-        how = ["-m", "night or not night"] if bug.edit is None else ["--exitfirst"]
-        how.append("--hypothesis-profile=bugs")  # that a test fails says enough: it shrinks nothing
+        if edit is not None:
+            put_in(edit, tree)
+        how += ("--hypothesis-profile=bugs",)  # that a test fails says enough: it shrinks nothing
         with processes.child(
-            [*ALONE, sys.executable, "-m", "pytest", "-q", test, *how, f"--junitxml={report}"],
+            [
+                *ALONE,
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                f"tests/{test}",
+                *how,
+                f"--junitxml={report}",
+            ],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(str(tree / each) for each in PACKAGES)},
             stdout=subprocess.PIPE,
@@ -71,14 +78,24 @@ def run(bug: Bug) -> Verdict:
             text=True,
         ) as pytest:
             said, _ = pytest.communicate(timeout=LIMIT_S)
-        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        wanted = {"failure"} if bug.edit is not None else set()
-        found = [
-            f"{case.get('classname')}::{case.get('name')}"
-            for case in cases
-            if {each.tag for each in case} & {"failure", "error", "skipped"} == wanted
-        ]
-        return Verdict(found, said)
+        passed, failed = [], []
+        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            ended = {each.tag for each in case} & {"failure", "error", "skipped"}
+            name = f"{case.get('classname')}::{case.get('name')}"
+            if not ended:
+                passed.append(name)
+            elif ended == {"failure"}:
+                failed.append(name)
+        return Verdict(passed, failed, said)
+
+
+def find(bug: Bug) -> tuple[list[str], str]:
+    """The tests that fail by the bug, or the one that has put it in, and what they said."""
+    if bug.edit is None:
+        found = run(bug.found_by, None, "-m", "night or not night")
+        return found.passed, found.said
+    found = run(bug.found_by, bug.edit, "--exitfirst")  # by what `make test` runs
+    return found.failed, found.said
 
 
 def main() -> int:
@@ -94,13 +111,17 @@ def main() -> int:
     }
     missed = []
     with ThreadPoolExecutor(options.jobs) as side:
-        for name, verdict in zip(chosen, side.map(run, chosen.values()), strict=True):
-            told = ", ".join(verdict.found_by) or "NOT FOUND"
-            print(f"{chosen[name].rule}: {name}: {told}", flush=True)
-            if options.verbose or not verdict.found_by:
-                print(verdict.said, flush=True)
-            if not verdict.found_by:
+        for name, (found_by, said) in zip(chosen, side.map(find, chosen.values()), strict=True):
+            print(f"{chosen[name].rule}: {name}: {', '.join(found_by) or 'NOT FOUND'}", flush=True)
+            if options.verbose or not found_by:
+                print(said, flush=True)
+            if not found_by:
                 missed.append(name)
+        tests = sorted({bug.found_by for bug in chosen.values() if bug.edit is not None})
+        for test, control in zip(tests, side.map(lambda test: run(test, None), tests), strict=True):
+            if control.failed or not control.passed:
+                print(f"{test} FAILS WITHOUT A BUG\n{control.said}", flush=True)
+                missed.append(test)
     print(f"{len(chosen)} bugs, {len(missed)} not found: {', '.join(missed) or '-'}")
     return bool(missed)
 
