@@ -404,7 +404,7 @@ async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink
     """Watch a peer's request from its arrival until all of it is answered."""
     session = node.live.cache.open_session()
     assert not isinstance(session, LimitReached)
-    serving = Serving(2, node.live.refuse)
+    serving = Serving(2, node.live.refuse, node.live.clock)
     link = InboundLink(node.live, PoolOfZeros(), serving, session, "127.0.0.1:1")
     with node.watching():
         await link.take(request)

@@ -363,7 +363,7 @@ async def links_that_take_turns(
     identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
     about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
     cluster = Cluster(config, live, *about)
-    session, turns = live.cache.open_session(), Serving(1, live.refuse)
+    session, turns = live.cache.open_session(), Serving(1, live.refuse, live.clock)
     for number in range(64):
         content = Content("uint8", (64,), 64)
         reserved = reserve(live.cache, session, Key("default", f"k{number}"), content, 0.0)

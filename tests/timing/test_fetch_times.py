@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.core.cache import Cache
@@ -87,7 +88,7 @@ def test_an_offer_of_many_keys(figure: Figure) -> None:
 
 def test_a_turn_that_takes_long(figure: Figure) -> None:
     async def run() -> None:
-        serving, begun = Serving(1, lambda *_: None), []
+        serving, begun = Serving(1, lambda *_: None, Clock()), []
         turns = [
             Turn(EntryId(1), node, lambda node=node: begun.append(node), lambda _: None)
             for node in ("first", "second")

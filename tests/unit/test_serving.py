@@ -12,6 +12,7 @@ import pytest
 from ecd.core.model.types import EntryId
 from ecd.rpc.peer import serving
 from ecd.rpc.peer.serving import Serving, Turn
+from support.clock import SetClock
 from support.waiting import eventually_async
 
 
@@ -27,7 +28,8 @@ class Nodes:
     """Nodes that ask for one entry, and what they are told."""
 
     def __init__(self, readers: int) -> None:
-        self.serving = Serving(readers, lambda cause, limit: self.refused.append((cause, limit)))
+        self.clock = SetClock()
+        self.serving = Serving(readers, self._refuse, self.clock)
         self.refused: list[tuple[str, int]] = []
         self.told: dict[str, str] = {}
         self.turns: dict[str, Turn] = {}
@@ -53,6 +55,9 @@ class Nodes:
 
     def end(self, name: str, is_stored: bool = True) -> None:
         self.serving.end(self.turns[name], is_stored)
+
+    def _refuse(self, cause: str, limit: int) -> None:
+        self.refused.append((cause, limit))
 
     def _tell(self, name: str, what: str) -> Callable[[], None]:
         return lambda: self._note(name, what)
@@ -87,6 +92,19 @@ async def test_half_of_those_that_wait_go_where_the_entry_was_read() -> None:
     nodes.end("0")
     assert nodes.told["1"] == "read"
     assert [name for name, to in nodes.told.items() if to == "0"] == ["3", "4"]
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_node_that_still_reads_counts_by_how_far_it_is() -> None:
+    """By as much of a read's time as its own turn has lasted."""
+    nodes = Nodes(2)
+    nodes.ask("a")
+    nodes.clock.at_s = 0.5
+    nodes.ask("b", *(str(number) for number in range(10)))
+    nodes.clock.at_s = 1.0
+    nodes.end("a")
+    assert [name for name, to in nodes.told.items() if to == "a"] == ["6", "7", "8", "9"]
     nodes.end_all()
 
 
@@ -213,8 +231,9 @@ async def test_a_node_that_has_waited_too_long_is_told_no_lease() -> None:
     """Others may end before the timers run, where the daemon has been stopped for a while."""
     nodes = Nodes(1)
     nodes.ask("a")
-    nodes.ask("b", wait_s=0.0)
-    nodes.ask("c")
+    nodes.ask("b", wait_s=30.0)
+    nodes.ask("c", wait_s=60.0)
+    nodes.clock.at_s = 30.0
     nodes.end("a", is_stored=False)
     assert nodes.told == {"a": "read", "b": "", "c": "read"}
     nodes.end_all()

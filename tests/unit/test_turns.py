@@ -571,7 +571,8 @@ class NoMemory:
 def peer_link(node: Node) -> InboundLink:
     session = node.live.cache.open_session()
     assert not isinstance(session, LimitReached)
-    return InboundLink(node.live, NoMemory(), Serving(2, node.live.refuse), session, "127.0.0.1:1")  # type: ignore[arg-type]
+    serving = Serving(2, node.live.refuse, node.live.clock)
+    return InboundLink(node.live, NoMemory(), serving, session, "127.0.0.1:1")  # type: ignore[arg-type]
 
 
 def test_a_peers_question_about_many_keys_looks_at_claims_once(

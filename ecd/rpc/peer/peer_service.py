@@ -39,7 +39,7 @@ class PeerService(pb_grpc.PeerServicer):
         self, live: LiveCache, memory: Memory, token: TokenCheck, readers_per_entry: int
     ) -> None:
         self._live, self._memory, self._token = live, memory, token
-        self.serving = Serving(readers_per_entry, live.refuse)
+        self.serving = Serving(readers_per_entry, live.refuse, live.clock)
         self._links: OrderedDict[InboundLink, float] = OrderedDict()
         """When each link was last used, in that order."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ecd.base.clock import Clock
 from ecd.core.model.types import EntryId
 from ecd.live.turns import PIECE
 
@@ -39,7 +40,7 @@ class Turn:
     """Whether the node may be redirected to another one."""
     begun_s: float = 0.0
     until_s: float = 0.0
-    """When the node stops waiting, on the loop's clock."""
+    """When the node stops waiting."""
     timer: asyncio.TimerHandle | None = None
 
     def no_longer(self) -> None:
@@ -66,9 +67,9 @@ class _Line:
 class Serving:
     """All turns at one daemon, on its event loop."""
 
-    def __init__(self, readers: int, refuse: Callable[[str, int], None]) -> None:
+    def __init__(self, readers: int, refuse: Callable[[str, int], None], clock: Clock) -> None:
         """`readers` of one entry at a time; `refuse` counts refusals at a bound."""
-        self.readers, self._refuse = readers, refuse
+        self.readers, self._refuse, self._clock = readers, refuse, clock
         self.lines: dict[EntryId, _Line] = {}
         self.waiting = 0
         self._waiting_of: Counter[str] = Counter()  # by node
@@ -93,7 +94,7 @@ class Serving:
         line.waiting[turn.node] = turn
         self.waiting += 1
         self._waiting_of[turn.node] += 1
-        turn.until_s = asyncio.get_running_loop().time() + wait_s
+        turn.until_s = self._clock.now_s() + wait_s
         self._end_in(wait_s, turn)
         return False
 
@@ -108,7 +109,7 @@ class Serving:
             del line.reading[turn.node]
         if is_stored:
             _in_pieces(partial(self._send_on, line, turn.node), self._last(line, turn))
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock.now_s()
         while len(line.reading) < self.readers and (following := line.following()) is not None:
             if now_s >= following.until_s:
                 self._end_late(following)
@@ -135,7 +136,7 @@ class Serving:
 
         All nodes that have the entry, or most of it, get equal parts; the free turns stay here.
         """
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock.now_s()
         took_s = max(now_s - ended.begun_s, 1e-6)
         parts = 2 + sum(min(1.0, (now_s - each.begun_s) / took_s) for each in line.reading.values())
         waiting = list(line.waiting.values())
@@ -146,7 +147,7 @@ class Serving:
 
     def _begin(self, line: _Line, turn: Turn) -> None:
         line.reading[turn.node] = turn
-        turn.begun_s = asyncio.get_running_loop().time()
+        turn.begun_s = self._clock.now_s()
         self._end_in(TURN_S, turn)
 
     def _send_on(self, line: _Line, node: str, turn: Turn) -> None:
