@@ -2,6 +2,8 @@
 
 Outside `tests/timing` no test reads a clock, so none asserts on one. No test sleeps. What must come
 is awaited with one bound, HANG_S. Every process is started by `support.processes`, which ends it.
+
+Of the product: only its clocks read the time of an event loop, which no contract of imports shows.
 """
 
 from __future__ import annotations
@@ -14,6 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PRODUCT = "client", "ecd", "proto"
+READ_THE_TIME = {
+    "client/ecd_client/clock.py",
+    "ecd/base/clock.py",
+    "proto/ecd_proto/leftovers.py",  # as pyproject.toml says
+}
 TIMED = "timing", "campaign", "simulation"
 """Real figures, faults at a pace drawn by lot, and virtual time."""
 PACED = {
@@ -72,8 +81,22 @@ def _of_call(call: ast.Call, is_timed: bool, may_start: bool) -> Iterator[Fault]
                 yield Fault(call.lineno, f"{name}: what must come is awaited with HANG_S")
 
 
+def readings(tree: ast.AST) -> Iterator[Fault]:
+    """Faults of the product: `loop.time()`, however the loop is reached."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "time":
+            yield Fault(node.lineno, f"{ast.unparse(node)}: read the clock that was handed down")
+
+
 def main() -> int:
     found = 0
+    for path in sorted(path for part in PRODUCT for path in (ROOT / part).rglob("*.py")):
+        within = path.relative_to(ROOT).as_posix()
+        if within in READ_THE_TIME:
+            continue
+        for fault in readings(ast.parse(path.read_text())):
+            print(f"{within}:{fault.line}: {fault.text}")
+            found += 1
     for path in sorted(TESTS.rglob("*.py")):
         within = path.relative_to(TESTS).as_posix()
         is_timed = within.split("/")[0] in TIMED or within in PACED

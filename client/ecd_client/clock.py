@@ -15,6 +15,8 @@ unix_s = time.time
 """Seconds since 1970, to show to people and to compare with files and other machines."""
 sleep = time.sleep
 """Block this thread for this many seconds."""
+random_bytes = secrets.token_bytes
+"""Random bytes that cannot be guessed, this many."""
 secret = secrets.token_hex
 """Random bytes that cannot be guessed, this many, as hexadecimal text."""
 

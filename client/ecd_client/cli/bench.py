@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -67,7 +66,7 @@ def _measure(
     client: Client, size: str, nbytes: int, rounds: int, evict: Callable[[], None]
 ) -> Measured:
     took: dict[str, list[float]] = {name: [] for name in ("put", "get", "read", "contains", "copy")}
-    contents = [os.urandom(nbytes) for _ in range(BENCH_KEYS)]
+    contents = [clock.random_bytes(nbytes) for _ in range(BENCH_KEYS)]
     target = memoryview(bytearray(nbytes))
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:

@@ -7,7 +7,6 @@ import contextlib
 from collections import Counter, OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from ecd_client import clock
 from ecd_client.client import Client
@@ -66,7 +65,7 @@ class Answers:
                 self._client.offer(list(stored.values()), consumers, namespace=namespace)
         self._have_stay(look.found, caller)
         return {
-            "id": f"chatcmpl-{uuid4().hex}",
+            "id": f"chatcmpl-{clock.secret(16)}",
             "object": "chat.completion",
             "created": int(clock.unix_s()),
             "model": look.request.get("model") or self._model,
