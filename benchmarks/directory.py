@@ -32,6 +32,7 @@ from common import (
 from redis import Redis
 from rich.console import Console
 
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory.directory import Candidate, StaticDirectory
 from ecd.cluster.directory.redis_directory import RedisDirectory
@@ -95,7 +96,7 @@ async def measure_redis(rows: Rows) -> None:
     url = f"redis://127.0.0.1:{PORT}/0"
     cache: Any = SimpleNamespace(views=Stored())
     asking, holding = (
-        RedisDirectory(config(n, directory=url), identity(n), cache) for n in range(2)
+        RedisDirectory(config(n, directory=url), identity(n), cache, Clock()) for n in range(2)
     )
     running = [asyncio.ensure_future(node.run()) for node in (asking, holding)]
     await asyncio.sleep(0.5)
@@ -139,7 +140,7 @@ async def measure_redis(rows: Rows) -> None:
 async def measure_links(rows: Rows, address: str, pid: int) -> None:
     daemon = psutil.Process(pid)
     before_bytes = daemon.memory_info().rss
-    askers = [Peers(config(n), identity(n), None) for n in range(LINKS)]
+    askers = [Peers(config(n), identity(n), None, Clock()) for n in range(LINKS)]
     for asker in askers:
         await asker.link(address)
     link_kib = (daemon.memory_info().rss - before_bytes) / LINKS / 1024
@@ -163,7 +164,7 @@ async def measure_links(rows: Rows, address: str, pid: int) -> None:
         return await (await askers[int(node)].link(address)).find(wanted)
 
     for count in (10, 100):
-        static = StaticDirectory([str(n) for n in range(count)], ask)
+        static = StaticDirectory([str(n) for n in range(count)], ask, Clock())
         each_us = await timed_us(lambda static=static: static.find(wanted), 50)
         what = f"static: lookup among {count} nodes, one answers for all"
         rows.append([what, f"{each_us:,.0f} us"])

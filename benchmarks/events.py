@@ -26,6 +26,7 @@ import uvloop
 import zmq
 from common import end_daemon, report, start_daemon
 
+from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import LimitReached, Reserved
 from ecd.core.model.types import Content, Key
@@ -140,7 +141,7 @@ async def measure_message(rows: list[list[str]]) -> None:
             reserved = cache.reserve(session, key, Content("uint8", (NBYTES,), NBYTES), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 0.0)
-    events = Events("127.0.0.1:0", "10.0.0.1:9465", "e" * 32, LiveCache(cache))
+    events = Events("127.0.0.1:0", "10.0.0.1:9465", "e" * 32, LiveCache(cache, Clock()))
     running = asyncio.ensure_future(events.run())
     node = SimpleNamespace(events=events.address, replay=events.replay_address)
     with listening(node):

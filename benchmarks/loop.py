@@ -32,13 +32,14 @@ from rich.console import Console
 
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import Leased, LimitReached, MakingRoom, Reserved
 from ecd.core.model.types import Answer, Content, EntryId, Extent, Key, SessionId
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
+from ecd.live.slow_log import SlowLog
 from ecd.memory.checksums import Checksums
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
@@ -124,7 +125,7 @@ class Node:
         node = CacheNode(self.live, files, identity)
         self.streams = node.streams
         self.intake: Any = self.live._intake
-        monitor = Monitor(pb.StatusReply, _ignore)
+        monitor = Monitor(pb.StatusReply, _ignore, SlowLog(REAL))
         self.service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
         self.opened: dict[SessionId, Stream] = {}
         self.clients = [self.open() for _ in range(sessions)]
@@ -445,7 +446,7 @@ async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
     checksums, flights = Checksums(node.live, pools), Flights(node.live)
     identity = NodeIdentity("bench", "a" * 32, "bench", "127.0.88.1:9465")
     shared = PoolMemory(pools, checksums)
-    cluster = Cluster(config, node.live, flights, shared, identity, _ignore)
+    cluster = Cluster(config, node.live, flights, shared, identity, _ignore, Outside())
     try:
         yield cluster
     finally:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.core.model.board import Uses
 from ecd.holdings import Holdings, StartError
 from ecd.live.background import Background, until_first
@@ -167,7 +167,7 @@ class Daemon:
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._own.attach is None else self._own.attach.path
         files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._own.devices)
-        slow_log = self._slow_log = SlowLog(config.slow_log_s, metrics.count_slow, clock)
+        slow_log = self._slow_log = SlowLog(clock, config.slow_log_s, metrics.count_slow)
 
         def observe(method: str, seconds: float, *about: Any) -> None:
             metrics.observe_call(method, seconds)
@@ -193,9 +193,8 @@ class Daemon:
         peer_server: PeerServer | None = None
         if config.peer_address is not None:
             memory = PoolMemory(pools, checksums)
-            cluster = Cluster(
-                config, live, node.flights, memory, self._identity, metrics.observe_fetch
-            )
+            about = self._identity, metrics.observe_fetch
+            cluster = Cluster(config, live, node.flights, memory, *about, Outside())
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
             token = TokenCheck(config.peer_address, config.token, clock, live.refuse)

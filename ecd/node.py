@@ -77,9 +77,9 @@ def make_cache(
 def live_cache(cache: Cache, board: SharedBoard, observe: Observe, clock: Clock) -> LiveCache:
     """The core behind its front door; `observe` is told how long each put without a call took."""
     if board.index is None or board.doorbell is None:
-        return LiveCache(cache, clock=clock)
+        return LiveCache(cache, clock)
     intake = PutIntake(cache, board.index, board.doorbell, observe, clock)
-    return LiveCache(cache, intake, clock)
+    return LiveCache(cache, clock, intake)
 
 
 class Node:

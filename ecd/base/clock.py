@@ -39,4 +39,4 @@ class Clock:
 
 
 REAL = Clock()
-"""The machine's clock: the default of parts that are made without one, as files and locks are."""
+"""The machine's clock, the default of parts that no simulation runs, such as files and locks."""

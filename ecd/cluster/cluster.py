@@ -94,9 +94,6 @@ class Outside(NamedTuple):
     redis: Callable[[str, float], Any] = connect
 
 
-REAL = Outside()
-
-
 class Cluster:
     """The engine, peers, directory and fetches of one node, on its daemon's event loop."""
 
@@ -108,7 +105,7 @@ class Cluster:
         memory: PoolMemory,
         identity: NodeIdentity,
         observe: Callable[[float, int], None],
-        outside: Outside = REAL,
+        outside: Outside,
     ) -> None:
         """Start the engine, for `start`. Blocking, for some milliseconds.
 
@@ -127,7 +124,7 @@ class Cluster:
         # Over tcp a peer could write to all registered memory; the kernel lets it only read this.
         self._registered = readable if config.protocol == "tcp" else writable
         self._peers = Peers(
-            config, identity, channel_credentials, outside.channel, outside.probe, live.clock
+            config, identity, channel_credentials, live.clock, outside.channel, outside.probe
         )
         self._directory = self._make_directory(outside)
         self._admission = Admission(self.node, config, self._peers, self._directory)
@@ -197,9 +194,9 @@ class Cluster:
                     self._config,
                     self._identity,
                     live.cache,
+                    live.clock,
                     outside.redis,
                     live.makings.lasting,
-                    live.clock,
                     lambda: bool(self.encoders.told()),
                 )
 

@@ -192,7 +192,7 @@ class Flights:
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         """Counts of flights since the start."""
         self._live, self._timeout_s = live, timeout_s
-        self._slow_log = slow_log or SlowLog(clock=live.clock)
+        self._slow_log = slow_log or SlowLog(live.clock)
         self._flights: dict[Key, Flight] = {}
         self._background = Background()
 

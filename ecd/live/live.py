@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import (
     Aborted,
@@ -66,12 +66,7 @@ class LiveCache:
     What needs no time, and from which nothing follows, goes to `cache` itself.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        intake: Intake | None = None,
-        clock: Clock = REAL,
-    ) -> None:
+    def __init__(self, cache: Cache, clock: Clock, intake: Intake | None = None) -> None:
         self.cache, self.clock = cache, clock
         self.turns = Turns(clock)
         self.makings = Makings(clock)

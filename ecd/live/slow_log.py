@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.base.log_limit import LogLimit
 from ecd.core.model.board import Put
 from ecd.core.model.types import Key
@@ -64,9 +64,9 @@ class SlowLog:
 
     def __init__(
         self,
+        clock: Clock,
         slow_s: float = 0.1,
         count: Callable[[str], None] = lambda _: None,
-        clock: Clock = REAL,
     ) -> None:
         """`count` is told the kind of each slow event."""
         self.slow_s, self.total = slow_s, 0

@@ -19,6 +19,7 @@ import pytest
 import torch
 from redis.asyncio.connection import AbstractConnection
 
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.deliveries import Deliveries
 from ecd.cluster.directory import redis_health, redis_lookup, redis_publisher
@@ -258,7 +259,7 @@ def directory_at(url: str, name: str = "f", cluster: str = "default") -> RedisDi
     """The directory of a node that stores nothing, in this process."""
     identity = NodeIdentity("default", name * 32, "a test", f"127.0.77.1:{int(name, 16)}")
     cache = Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))])
-    return RedisDirectory(config_at(url, cluster), identity, cache)
+    return RedisDirectory(config_at(url, cluster), identity, cache, Clock())
 
 
 def a_node(redis: RedisServer, incarnation: str, record: str | None = None) -> None:
@@ -440,10 +441,11 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
 
     async def want() -> None:
         config = Config(peer_address="127.0.77.1:1", peer_insecure=True)
-        peers = Peers(config, NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1"), None)
+        identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1")
+        peers = Peers(config, identity, None, Clock())
         directory = BrokenDirectory()
         admission = Admission("127.0.77.1:1", config, peers, directory)
-        live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
+        live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]), Clock())
         asking, told = live.cache.open_session(), Asking()
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")
@@ -492,7 +494,7 @@ def test_this_zone_comes_first_then_the_least_busy(empty_redis: RedisServer) -> 
     async def find() -> list[str]:
         directory, config = directory_at(empty_redis.url), config_at(empty_redis.url)
         identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:15")
-        peers = Peers(config, identity, None)
+        peers = Peers(config, identity, None, Clock())
         admission = Admission("127.0.77.1:15", config, peers, directory)
         candidates = Candidates(peers, admission, directory, "east")
         found = await within_hang(candidates.known(Key("default", "k")))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory.directory import NoDirectory
 from ecd.cluster.peers.admission import MAX_TOLD, Admission
@@ -66,7 +67,8 @@ def test_nobody_is_asked_whom_only_hints_name(peers: Pair, make_peer: MakePeer) 
 
 def test_the_log_names_some_of_many_made_up_nodes(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(peer_address="127.0.88.5:9465", peer_insecure=True)
-    known = Peers(config, NodeIdentity("default", "a" * 32, "a test", config.peer_address), None)
+    identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
+    known = Peers(config, identity, None, Clock())
     admission = Admission(config.peer_address, config, known, NoDirectory())
     made_up = [Hint(f"10.1.{n // 250}.{n % 250}:9465") for n in range(1000)]
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.cluster.transport import handshake
 from ecd.cluster.transport.pool_reads import PoolReads
 from ecd.core.cache import Cache
@@ -226,7 +226,7 @@ def test_nodes_that_ask_in_one_moment_all_get_a_link(node: Daemon) -> None:
 
 
 def test_what_is_published_gives_up_the_loop() -> None:
-    live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
+    live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]), REAL)
     memory = MappedFile.of_memory(1 << 24)
     cache, session = live.cache, live.cache.open_session()
     keys = [Key("default", str(n)) for n in range(1024)]
@@ -236,7 +236,7 @@ def test_what_is_published_gives_up_the_loop() -> None:
         pools = {0: SimpleNamespace(readable=memory, writable=memory)}
         checksums = Checksums(live, pools)
         identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
-        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None, Outside()
         cluster = Cluster(config, live, *about)
         for key in keys:
             reserved = reserve(cache, session, key, Content("uint8", (64,), 64), 0.0)
@@ -260,7 +260,7 @@ def test_peers_read_and_fill_the_pool_that_an_extent_names(monkeypatch: pytest.M
     """
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.0)
     memory = [MappedFile.of_memory(1 << 20) for _ in range(2)]
-    live = LiveCache(Cache([Pool(Allocator(n, 1 << 20, GRANULE_BYTES)) for n in range(2)]))
+    live = LiveCache(Cache([Pool(Allocator(n, 1 << 20, GRANULE_BYTES)) for n in range(2)]), REAL)
     source, target = Extent(1, 4096, 100_000), Extent(1, 1 << 19, 100_000)
     memory[1].view(source.offset, source.nbytes)[:] = content = secrets.token_bytes(source.nbytes)
     checksum = fold(digests(memoryview(content)))
@@ -271,7 +271,7 @@ def test_peers_read_and_fill_the_pool_that_an_extent_names(monkeypatch: pytest.M
         pools = {n: SimpleNamespace(readable=each, writable=each) for n, each in enumerate(memory)}
         checksums = Checksums(live, pools)
         assert await checksums.compute(source) == checksum
-        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None, Outside()
         cluster = Cluster(config, live, *about)
         await cluster.start()
         described = cluster.describe()
@@ -294,7 +294,7 @@ def test_a_scrape_never_fails() -> None:
     """Its thread reads what the event loop changes all the time."""
     cache = Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))])
     identity = NodeIdentity("default", "a" * 32, "a test")
-    live = LiveCache(cache)
+    live = LiveCache(cache, REAL)
     streams = SessionStreams(live, Flights(live), None, identity)
     nbytes = {"nbytes": 1 << 24, "populated_bytes": 1 << 24, "huge_bytes": 0, "device_bytes": 0}
     pool = SimpleNamespace(path="a pool", problem="", **nbytes)
@@ -355,13 +355,13 @@ async def links_that_take_turns(
     """
     monkeypatch.setattr(inbound_link, "SPECULATIVE_BYTES", 0)
     monkeypatch.setattr(serving, "TURN_S", 10 * HANG_S)
-    live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s))
+    live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s), REAL)
     memory = MappedFile.of_memory(1 << 20)
     pools = {0: SimpleNamespace(readable=memory, writable=memory)}
     checksums = Checksums(live, pools)
     config = Config(peer_address="127.0.88.3:9465", peer_token=TOKEN)
     identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
-    about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+    about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None, Outside()
     cluster = Cluster(config, live, *about)
     session, turns = live.cache.open_session(), Serving(1, live.refuse, live.clock)
     for number in range(64):

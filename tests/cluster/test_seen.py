@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.peers.peers import Peers
 from ecd.settings.config import Config
@@ -195,7 +196,8 @@ def test_a_node_that_a_reload_removes_is_not_tried_after_that(
 ) -> None:
     nodes = tuple(f"127.0.77.{n}:1" for n in range(1, 40))
     config = Config(peer_address="127.0.88.5:9465", peer_insecure=True, peers=nodes)
-    known = Peers(config, NodeIdentity("default", "a" * 32, "a test", config.peer_address), None)
+    identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
+    known = Peers(config, identity, None, Clock())
     tried = []
 
     async def link(node: str) -> None:

@@ -104,10 +104,10 @@ class Daemon(Process):
         pool = Pool(Allocator(0, place.pool.nbytes, GRANULE_BYTES), policy=policy)
         rules = config.rules(place.pool.nbytes)
         self.pool, self.cache = pool, Cache([pool], config.lease_ttl_s, rules=rules)
-        self.live = LiveCache(self.cache, clock=loop.clock)
+        self.live = LiveCache(self.cache, loop.clock)
         self.files = Files()
         identity = NodeIdentity("default", self.incarnation, "ecd simulated", node)
-        slow_log = SlowLog(clock=loop.clock)
+        slow_log = SlowLog(loop.clock)
         self.node = Node(self.live, self.files, identity, slow_log)
         self.flights: Flights = self.node.flights
         self.checksums = Checksums(self.live, {0: place})

@@ -89,14 +89,14 @@ def test_no_question_waits_longer_than_a_lookup() -> None:
     async def act(run: Run) -> None:
         config = Config(peer_address="10.0.9.9:1", peer_insecure=True, directory="redis://r")
         identity = NodeIdentity("default", "f" * 32, "a test", "10.0.9.9:1")
-        about = config, identity, run.daemons[0].cache, run.redis.client
+        about = config, identity, run.daemons[0].cache, run.loop.clock, run.redis.client
         run.redis.is_halted = True
         for ask, nothing in (
             (lambda at: at.find([key_of(NUMBER)]), None),
             (lambda at: at.begin_making({key_of(NUMBER): ""}), {}),
             (lambda at: at.knows("10.0.9.8:1"), False),
         ):
-            directory, begun_s = RedisDirectory(*about, clock=run.loop.clock), run.loop.now_s
+            directory, begun_s = RedisDirectory(*about), run.loop.now_s
             assert await ask(directory) == nothing
             assert run.loop.now_s - begun_s == pytest.approx(LOOKUP_TIMEOUT_S, abs=MOMENT_S)
             assert (directory.state.errors, directory.state.up) == (1, False)

@@ -13,7 +13,7 @@ import pytest
 
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.core.cache import Cache
 from ecd.core.model.types import Content, EntryId, Key
 from ecd.core.pool.allocator import Allocator
@@ -59,7 +59,7 @@ def test_hints_of_any_form(shape: str, figure: Figure) -> None:
 
 def test_an_offer_of_many_keys(figure: Figure) -> None:
     async def run() -> None:
-        live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
+        live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]), Clock())
         memory = MappedFile.of_memory(1 << 24)
         config = Config(
             peer_address="127.0.88.1:9465", peer_insecure=True, hint_networks="127.0.0.0/8"
@@ -67,7 +67,7 @@ def test_an_offer_of_many_keys(figure: Figure) -> None:
         pools = {0: SimpleNamespace(readable=memory, writable=memory)}
         checksums = Checksums(live, pools)
         identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
-        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None, Outside()
         cluster, session = Cluster(config, live, *about), live.cache.open_session()
         keys = [Key("default", str(number)) for number in range(1024)]
         for key in keys:

@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 
+from ecd.base.clock import Clock
 from ecd.core.model.types import SessionId
 from ecd.rpc.cache.engines import Engines
 from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
@@ -150,7 +151,7 @@ APART = other(ENCODER, dtype="float32")
     "order", list(permutations((CONSUMER, APART, replace(CONSUMER, id="third"))))
 )
 def test_each_lonely_engine_is_told_once_whoever_comes_first(order: tuple[Engine, ...]) -> None:
-    books = Engines()
+    books = Engines(Clock())
     told = [arrive(books, number, engine) for number, engine in enumerate(order)]
     consumers = {number for number, engine in enumerate(order) if engine is not APART}
     assert {session: pid for each in told for session, pid in each.items()} == dict.fromkeys(
@@ -161,13 +162,13 @@ def test_each_lonely_engine_is_told_once_whoever_comes_first(order: tuple[Engine
 
 
 def test_nobody_with_company_is_told() -> None:
-    books = Engines()
+    books = Engines(Clock())
     assert [arrive(books, n, e) for n, e in enumerate((ENCODER, CONSUMER, APART))] == [{}, {}, {}]
     assert arrive(books, 3, replace(APART, id="both", loads=True)) == {}
 
 
 def test_an_engine_that_has_left_is_nobodys_company() -> None:
-    books = Engines()
+    books = Engines(Clock())
     arrive(books, 1, ENCODER)
     arrive(books, 2, CONSUMER)
     books.forget(SessionId(1))
@@ -178,7 +179,7 @@ def test_an_engine_that_has_left_is_nobodys_company() -> None:
 
 
 def test_descriptions_are_bounded_and_those_known_may_change() -> None:
-    books = Engines()
+    books = Engines(Clock())
     for number in range(MAX_ENGINES):
         assert books.describe(SessionId(number), replace(ENCODER, id=str(number)))
     assert not books.describe(SessionId(MAX_ENGINES), CONSUMER)
@@ -219,7 +220,7 @@ def test_doctor_finds_engines_in_order_that_share() -> None:
 
 
 def test_an_encoder_is_what_its_engine_says_for_as_long_as_both_are_there() -> None:
-    engines, engine, server = Engines("Node-1:9465"), SessionId(1), SessionId(2)
+    engines, engine, server = Engines(Clock(), "Node-1:9465"), SessionId(1), SessionId(2)
     assert engines.register(server, RegisteredEncoder("encoder", "http://[::]:8000/e"))
     assert engines.encoders() == [], "nothing describes the engine"
     engines.describe(engine, ENCODER)
@@ -241,7 +242,7 @@ def test_an_encoder_is_what_its_engine_says_for_as_long_as_both_are_there() -> N
 
 
 def test_servers_that_register_are_bounded_and_one_that_moves_is_no_other() -> None:
-    engines = Engines()
+    engines = Engines(Clock())
     engines.describe(SessionId(0), ENCODER)
     for number in range(MAX_ENCODERS):
         encoder = RegisteredEncoder("encoder", f"http://0.0.0.0:{8000 + number}")

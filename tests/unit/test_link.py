@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock, Mock
 import grpc
 import pytest
 
+from ecd.base.clock import Clock
 from ecd.base.wire import SPECULATIVE_BYTES, TOLD_METADATA_BYTES
 from ecd.cluster.directory.directory import DirectoryState
 from ecd.cluster.directory.redis_rows import unpack_place
@@ -43,7 +44,7 @@ def test_an_answer_that_may_have_waited_for_others_says_nothing_of_the_way(
     async def ask() -> None:
         answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
         call = Mock(read=answers.get, write=AsyncMock())
-        peer = Peer("127.0.77.2:9465")
+        peer = Peer("127.0.77.2:9465", Clock())
         link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
         question = link.ask_lease(Key("default", "k"), 20.0, 0, or_elsewhere=True)
         answers.put_nowait(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=[outcome])))
@@ -89,7 +90,7 @@ def test_an_answer_to_what_was_not_asked_ends_the_link(reply: pb.LinkReply) -> N
     async def ask() -> None:
         answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
         call = Mock(read=answers.get, write=AsyncMock())
-        peer = Peer("127.0.77.2:9465")
+        peer = Peer("127.0.77.2:9465", Clock())
         link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
         link.ask_lease(Key("default", "k"), 20.0, 0)
         finding = asyncio.ensure_future(link.find([Key("default", "k"), Key("default", "l")]))
@@ -110,7 +111,7 @@ def test_a_peer_that_answers_and_reads_nothing_costs_bounded_memory() -> None:
     async def ask() -> None:
         answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
         call = Mock(read=answers.get, write=lambda _: asyncio.Event().wait())
-        peer = Peer("127.0.77.2:9465")
+        peer = Peer("127.0.77.2:9465", Clock())
         link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
         asked = 0
 
@@ -140,7 +141,7 @@ def test_a_link_whose_end_a_write_finds_has_failed() -> None:
     async def ask() -> None:
         ends: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         call = Mock(read=lambda: ends, write=AsyncMock(side_effect=asyncio.InvalidStateError))
-        peer = Peer("127.0.77.2:9465")
+        peer = Peer("127.0.77.2:9465", Clock())
         link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
         link.offer({Key("default", "k"): None})
         await eventually_async(lambda: call.write.called)
@@ -159,7 +160,7 @@ def test_metadata_that_a_peer_tells_are_short_and_make_sense() -> None:
     async def ask() -> None:
         answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
         call = Mock(read=answers.get, write=AsyncMock())
-        link = Link(Peer("127.0.77.2:9465"), AsyncMock(), call, pb.NodeDescription())
+        link = Link(Peer("127.0.77.2:9465", Clock()), AsyncMock(), call, pb.NodeDescription())
         metadata = [b"m" * TOLD_METADATA_BYTES, b"m" * (TOLD_METADATA_BYTES + 1), SENSE, NONSENSE]
         answers.put_nowait(found(1, 5, metadata=metadata))
         candidates = await link.find([Key("default", key) for key in "abcde"])

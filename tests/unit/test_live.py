@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
 from ecd.core.model.types import Content, Key, LeaseId, Selection, SessionId
@@ -48,7 +49,7 @@ async def store(live: LiveCache, session: SessionId, key: Key = KEY) -> None:
 
 def run(act: Callable[[LiveCache], Awaitable[None]]) -> None:
     async def on_loop() -> None:
-        live = LiveCache(Cache([Pool(Allocator(0, POOL_BYTES, 4096))], lease_ttl_s=0.05))
+        live = LiveCache(Cache([Pool(Allocator(0, POOL_BYTES, 4096))], lease_ttl_s=0.05), Clock())
         await act(live)
         live.cache.check()
 
@@ -180,7 +181,7 @@ def test_a_turn_that_only_grants_announces_what_it_evicted(tmp_path: Path) -> No
         cache = Cache(pools, board=index)
         intake = OneGrant(cache)
         index.open_page(intake.session)
-        live = LiveCache(cache, intake)
+        live = LiveCache(cache, Clock(), intake)
         for number in range(256):
             reserved = reserve(cache, intake.session, Key("n", str(number)), CONTENT, 0.0)
             assert isinstance(reserved, Reserved)

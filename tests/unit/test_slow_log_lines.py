@@ -12,7 +12,7 @@ from support.clock import SetClock
 def test_an_event_is_dated_by_its_beginning() -> None:
     clock = SetClock()
     clock.at_s = 1000.0
-    slow_log = SlowLog(0.5, clock=clock)
+    slow_log = SlowLog(clock, 0.5)
     slow_log.call("Reserve", 0.4, None)
     slow_log.call("Acquire", 0.5, None)
     clock.at_s += 1.0
@@ -23,7 +23,7 @@ def test_an_event_is_dated_by_its_beginning() -> None:
 
 def test_one_line_a_minute_tells_of_any_number(caplog: pytest.LogCaptureFixture) -> None:
     clock = SetClock()
-    slow_log = SlowLog(0.0, clock=clock)
+    slow_log = SlowLog(clock, 0.0)
     with caplog.at_level("INFO", "ecd.live.slow_log"):
         for _ in range(200):
             slow_log.call("Put", 1.0, None)

@@ -90,7 +90,7 @@ class Node:
         self.live = live_cache(self.cache, board, lambda *_: None, SetClock())
         node = CacheNode(self.live, Locks(), identity)  # type: ignore[arg-type]
         self.streams, self.intake = node.streams, self.live._intake
-        monitor = Monitor(pb.StatusReply, lambda *_: None)
+        monitor = Monitor(pb.StatusReply, lambda *_: None, SlowLog(self.live.clock))
         self.service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
         self.tokens: dict[SessionId, str] = {}
         self.clients = [self.open() for _ in range(SESSIONS)]
@@ -426,7 +426,7 @@ def test_room_that_others_take_again_is_not_made_for_ever(
     clock = itertools.count()
     monkeypatch.setattr(node.live.clock, "now_s", lambda: next(clock) / 100)
     replies: list[pb.ReserveReply] = []
-    slow_log = SlowLog()
+    slow_log = SlowLog(node.live.clock)
 
     async def act() -> None:
         time_stages()
@@ -441,7 +441,7 @@ def test_room_that_others_take_again_is_not_made_for_ever(
 
 
 def test_the_slow_log_takes_a_call_that_asks_for_more_than_there_can_be() -> None:
-    slow_log = SlowLog()
+    slow_log = SlowLog(SetClock())
     content = pb.Content(nbytes=(1 << 64) - 1)
     asked = pb.ReserveRequest(items=[pb.ReserveItem(content=content)] * 2)
     slow_log.call("Reserve", 1.0, asked)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.core.model.types import Key
 from ecd_proto.contract import Hint
 
@@ -155,7 +155,7 @@ Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Candidate | None]]]
 class StaticDirectory(NoDirectory):
     """A fixed list of nodes, all asked at the same time."""
 
-    def __init__(self, nodes: Sequence[str], ask: Ask, clock: Clock = REAL) -> None:
+    def __init__(self, nodes: Sequence[str], ask: Ask, clock: Clock) -> None:
         self.state = DirectoryState("static")
         self._nodes, self._ask, self._clock = nodes, ask, clock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import redis_publisher
 from ecd.cluster.directory.directory import Found, OtherMaker
@@ -26,9 +26,9 @@ class RedisDirectory:
         config: Config,
         identity: NodeIdentity,
         cache: Cache,
+        clock: Clock,
         connect: Callable[[str, float], Any] = connect,
         lasting: Callable[[float], Iterable[Key]] = lambda _: (),
-        clock: Clock = REAL,
         encodes: Callable[[], bool] = lambda: False,
     ) -> None:
         """`connect` makes a client of the Redis at a URL, with a timeout in seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.cluster.directory.directory import MAX_ERROR_CHARS
 from ecd.cluster.peers.rates import ReadRate
 from ecd_proto.backoff import Backoff
@@ -32,8 +32,8 @@ class Peer:
     """A node, its last description of itself, and counts of what was read from it."""
 
     node: str
+    clock: Clock
     hinted: bool = False  # only requests name it
-    clock: Clock = REAL
     last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
     last_error: str = ""
     warned: str = ""  # the error of the last attempt to connect, which the log has

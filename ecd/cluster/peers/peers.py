@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.peers.link import ADDRESSES, Link
 from ecd.cluster.peers.peer import Peer, PeerUnavailable
@@ -114,9 +114,9 @@ class Peers:
         config: Config,
         identity: NodeIdentity,
         credentials: grpc.ChannelCredentials | None,
+        clock: Clock,
         channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel,
         probe: Callable[[str], Awaitable[str]] = probe,
-        clock: Clock = REAL,
     ) -> None:
         """`channel` opens a node's Peer service, `probe` asks for its engine's protocol."""
         self.refused = 0
@@ -249,7 +249,7 @@ class Peers:
         peer = self._peers.get(node)
         if peer is None:
             self._make_room(node, hinted)
-            peer = self._peers[node] = Peer(node, hinted, clock=self._clock)
+            peer = self._peers[node] = Peer(node, self._clock, hinted)
         peer.hinted &= hinted
         self._peers.move_to_end(node)
         return peer

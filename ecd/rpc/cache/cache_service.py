@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -70,7 +70,7 @@ class Monitor:
 
     status: Callable[[], pb.StatusReply]
     observe: Observe
-    slow_log: SlowLog = field(default_factory=SlowLog)
+    slow_log: SlowLog
 
 
 class CacheService(pb_grpc.CacheServicer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ecd.base.clock import REAL, Clock
+from ecd.base.clock import Clock
 from ecd.core.model.types import SessionId
 from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import MAX_ENGINES, Engine, lonely, nearest
@@ -15,7 +15,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 class Engines:
     """The descriptions of open sessions, MAX_ENGINES at most, and MAX_ENCODERS API servers."""
 
-    def __init__(self, node: str = "", clock: Clock = REAL) -> None:
+    def __init__(self, clock: Clock, node: str = "") -> None:
         """`node` is the host:port at which other nodes reach the daemon; empty: nowhere."""
         self._host = node.rpartition(":")[0].lower() or "127.0.0.1"
         self._clock = clock

@@ -78,7 +78,7 @@ class SessionStreams:
         self.identity = identity
         self.has_disk = False
         self.held = HeldAnswers(live)
-        self.engines = Engines(identity.node, live.clock)
+        self.engines = Engines(live.clock, identity.node)
         self._live, self._flights, self._files = live, flights, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
