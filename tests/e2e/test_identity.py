@@ -15,7 +15,7 @@ from e2e.engines import NEXT, VERSIONS, Engine, installed, python_of, result_of
 from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
 from ecd_client.vllm.base.identity.code_name import EQUAL_ON_CPUS
-from ecd_client.vllm.base.identity.sources import FROM_A_SEED, FROM_ELSEWHERE, FROM_THE_MODEL
+from ecd_client.vllm.base.identity.sources import FROM_A_SEED, FROM_THE_MODEL
 from support.daemon import Daemon
 from support.waiting import eventually
 
@@ -27,6 +27,8 @@ CHANGES_WEIGHTS = {
     "finish_weight_update",
 }
 """Calls of vLLM's front ends to its workers after which the weights may be others."""
+FROM_ELSEWHERE = {"ipc_cache", "modelexpress", "tensorizer"}
+"""Load formats that have weights from a server, or from where their own settings say."""
 COUNTERS = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 FACTOR = -3.0
 

@@ -22,6 +22,7 @@ from simulation.engine import Engines, Transfer
 from simulation.network import Network
 from simulation.redis import SimulatedRedis
 from simulation.scenario import FIRE, SIZES, Action, Scenario, key_of
+from support.reserving import is_one_free_extent
 
 DOWN_S = (0.05, 0.5)  # a restart takes never less than VOUCHED_S
 CLIENTS = 2
@@ -271,7 +272,7 @@ class Run(World):
         await self._until_told(living)
         for daemon in living:
             await daemon.start(daemon.evict_all())
-            if not daemon.pool.allocator.is_one_free_extent:
+            if not is_one_free_extent(daemon.pool.allocator):
                 self.fail(f"{daemon.place.node}: the pool is not one free extent")
         await self._until_told(living)
         for daemon in living:

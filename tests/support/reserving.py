@@ -7,6 +7,7 @@ from typing import Any
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import MakingRoom, Reservation
 from ecd.core.model.types import Key
+from ecd.core.pool.allocator import Allocator
 
 
 def scan_claims(cache: Cache) -> None:
@@ -27,3 +28,8 @@ def reserve(cache: Cache, *about: Any, **more: Any) -> Reservation | MakingRoom:
         for _ in scan:
             pass
         return cache.reserve(*about, **more)
+
+
+def is_one_free_extent(allocator: Allocator) -> bool:
+    """Whether nothing is allocated, and all free blocks are merged."""
+    return allocator.largest_free_bytes == allocator.nbytes

@@ -59,7 +59,7 @@ from ecd.core.policy.value_density import ValueDensity
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import PLANS, Pool
 from support.examples import drawn, draws
-from support.reserving import is_being_written, reserve, scan_claims
+from support.reserving import is_being_written, is_one_free_extent, reserve, scan_claims
 
 GRANULE_BYTES = 4096
 KEYS = [Key(f"n{i % 2}", f"h{i}") for i in range(8)]
@@ -1314,7 +1314,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.scan()
         self.cache.check()
         for pool in self.cache.pools:
-            assert pool.allocator.is_one_free_extent, "something leaked"
+            assert is_one_free_extent(pool.allocator), "something leaked"
 
 
 CacheMachine.TestCase.settings = draws(150, steps=80)

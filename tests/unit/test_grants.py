@@ -14,6 +14,7 @@ from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.grants import REVOKED_AT_A_TIME, Grants
 from ecd.core.pool.pool import Pool
 from support.examples import draws
+from support.reserving import is_one_free_extent
 
 GRANULE_BYTES = 4096
 POOL = 5
@@ -126,7 +127,7 @@ def test_grants_are_revoked_some_at_a_time_the_oldest_first() -> None:
     assert board.revoked == sessions[:REVOKED_AT_A_TIME]
     assert grants.nbytes == 5 * GRANULE_BYTES
     assert grants.revoke(board)
-    assert allocator.is_one_free_extent
+    assert is_one_free_extent(allocator)
 
 
 def test_only_whole_extents_in_a_sessions_own_pieces_are_taken() -> None:

@@ -35,7 +35,7 @@ from ecd.core.model.types import (
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
 from support.examples import drawn, draws
-from support.reserving import reserve
+from support.reserving import is_one_free_extent, reserve
 
 PAGE = 4096
 HOST, NEAR, FAR = 0, 1, 2
@@ -137,7 +137,7 @@ def test_an_entry_takes_its_copies_along(cache: Cache, session: SessionId) -> No
     assert (report.entries, report.nbytes) == (1, PAGE)
     assert cache.take_changes() == {KEYS[0]: False}, "other nodes are told that it has gone"
     assert cache.pins.step()
-    assert all(pool.allocator.is_one_free_extent for pool in cache.pools)
+    assert all(is_one_free_extent(pool.allocator) for pool in cache.pools)
     assert [pool.evictions["requested"] for pool in cache.pools] == [1, 1, 1]
     cache.check()
 
@@ -147,7 +147,7 @@ def test_one_pool_can_be_emptied_alone(cache: Cache, session: SessionId) -> None
     copy(cache, session, KEYS[0])
     assert cache.evictor.evict_selected(Selection(pool=NEAR), 0.0, 10).entries == 1
     cache.pins.step()
-    assert cache.pools[NEAR].allocator.is_one_free_extent
+    assert is_one_free_extent(cache.pools[NEAR].allocator)
     assert cache.views.contains(KEYS[0])
     copy(cache, session, KEYS[0])
 
@@ -162,7 +162,7 @@ def test_a_copy_is_made_of_the_entry_that_was_named(cache: Cache, session: Sessi
     cache.pins.step()
     second = store(cache, session, key)
     assert cache.commit(session, late.entry, 0.0) == NotReserved(), "it has the first one's bytes"
-    assert near.allocator.is_one_free_extent
+    assert is_one_free_extent(near.allocator)
     assert cache.reserve_replica(session, key, first, near, 0.0) == Missing()
     assert isinstance(cache.reserve_replica(session, key, second, near, 0.0), Reserved)
     cache.check()
@@ -226,7 +226,7 @@ def test_a_copy_on_its_way_is_no_writer_of_the_key() -> None:
     cache.check()
     assert cache.close_session(session)
     cache.pins.step()
-    assert cache.pools[NEAR].allocator.is_one_free_extent
+    assert is_one_free_extent(cache.pools[NEAR].allocator)
 
 
 class Machine(RuleBasedStateMachine):
@@ -364,7 +364,7 @@ class Machine(RuleBasedStateMachine):
         while not self.cache.pins.step():
             pass
         assert not self.board.rows
-        assert all(pool.allocator.is_one_free_extent for pool in self.cache.pools)
+        assert all(is_one_free_extent(pool.allocator) for pool in self.cache.pools)
 
 
 Machine.TestCase.settings = draws(100)

@@ -23,7 +23,7 @@ from ecd.core.model.outcomes import (
 from ecd.core.model.types import Content, Extent, Key, PoolLimits, Selection, SessionId, WaitFor
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
-from support.reserving import reserve
+from support.reserving import is_one_free_extent, reserve
 
 PAGE = 4096
 KEY = Key("n", "k")
@@ -138,7 +138,7 @@ def test_memory_granted_in_the_second_pool_becomes_an_entry_there(pools: tuple[P
     cache.check()
     cache.evictor.evict_selected(Selection(pool=2), 1.0, 10)
     cache.pins.step()
-    assert far.allocator.is_one_free_extent
+    assert is_one_free_extent(far.allocator)
     cache.check()
 
 

@@ -172,10 +172,6 @@ class Allocator:
         """1 - largest free extent / free bytes: 0 when all free memory is in one piece."""
         return 1.0 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
-    @property
-    def is_one_free_extent(self) -> bool:
-        return self._last.is_free and self._last.granules == self._granules
-
     def rounded_bytes(self, nbytes: int) -> int:
         """The bytes that an extent of `nbytes` takes: whole granules, at least one."""
         return self._granules_of(nbytes) * self.granule_bytes

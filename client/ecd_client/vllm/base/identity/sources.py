@@ -24,14 +24,12 @@ FROM_THE_MODEL = frozenset(
         *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
     )
 )
-"""Load formats that read the files of the model, wherever it lies."""
-FROM_A_SEED = "dummy"
-FROM_ELSEWHERE = frozenset(("ipc_cache", "modelexpress", "tensorizer"))
-"""Load formats that have weights from a server, or from where their own settings say.
+"""Load formats that read the files of the model, wherever it lies.
 
-tests/e2e/test_identity.py fails if vLLM has a format that is in none of the three. A format that a
-plugin brings is treated as these are.
+All but these and FROM_A_SEED, those of plugins among them, may have weights from elsewhere.
+tests/e2e/test_identity.py fails if vLLM has a format that nobody has looked at.
 """
+FROM_A_SEED = "dummy"
 NOT_LOADED = "original/**/*"
 """What vLLM's `ignore_patterns` are by default: it neither downloads nor reads such files."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
