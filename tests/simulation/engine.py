@@ -2,7 +2,7 @@
 
 A transfer reads whatever memory answers at the engine's name when it is served: that of a process
 that started there since, too. It may be served in two parts, fail, or hang; until it is over it may
-write to its target.
+write to its target. `tests/cluster/test_simulated_mooncake.py` compares this with Mooncake.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ecd.cluster.transport.engine import EngineError
 from ecd.cluster.transport.identity import Identities
 from ecd.cluster.transport.read_queue import SWEEP_S, ReadQueue
 from ecd.cluster.transport.reads import Reading
@@ -72,7 +73,7 @@ class Engines:
 
     def _serve(self, transfer: Transfer, start: int, end: int, is_last: bool = False) -> None:
         """Copy a part. A cut network or a stopped process is asked again until the read is over."""
-        if transfer.progress is not Progress.UNDER_WAY or not transfer.reader.process.alive:
+        if transfer.progress is not Progress.UNDER_WAY or not transfer.reader.is_open:
             return
         source, reader = self.answering.get(transfer.engine), transfer.reader
         if source is None and self.network.rng.random() < 0.5:
@@ -85,11 +86,10 @@ class Engines:
             return
         if start < end or transfer.served < start:
             start = min(start, transfer.served)  # the part before may still wait
-            memory = source.memory_at(transfer.source + start, end - start)
-            if memory is None:
+            if not source.has(transfer.source, transfer.nbytes):  # Mooncake refuses all of it
                 return self._over(transfer, Progress.FAILED)
             transfer.may_write()
-            ctypes.memmove(transfer.target + start, memory, end - start)
+            ctypes.memmove(transfer.target + start, transfer.source + start, end - start)
             transfer.served = max(transfer.served, end)
             if source.lies:
                 ctypes.c_ubyte.from_address(transfer.target + start).value ^= 1
@@ -97,7 +97,7 @@ class Engines:
             self._over(transfer, Progress.ARRIVED)
 
     def _over(self, transfer: Transfer, progress: Progress) -> None:
-        if transfer.progress is Progress.UNDER_WAY and transfer.reader.process.alive:
+        if transfer.progress is Progress.UNDER_WAY and transfer.reader.is_open:
             transfer.progress = progress
             transfer.reader.reads.wake()
 
@@ -112,7 +112,8 @@ class SimulatedEngine:
         self.process, self.node, self.endpoint, self.protocol = process, node, endpoint, "tcp"
         self.identity_address = identity.address
         self.lies = False  # it sends bytes that are not its memory's
-        self._engines, self._memory = engines, [identity]
+        self._engines, self._identity = engines, identity
+        self._memory: list[MappedFile] = []
         self._transfers: dict[int, Transfer] = {}
         self._numbers = itertools.count(1)
         self.reads = SimulatedReads(self, engines.network)
@@ -121,7 +122,9 @@ class SimulatedEngine:
         self._engines.answering[self.endpoint] = self
 
     async def register(self, *pools: MappedFile) -> None:
-        self._memory += pools
+        if self._memory:  # the identity would be registered twice, which Mooncake refuses
+            raise EngineError("registered already")
+        self._memory = [self._identity, *pools]
         await asyncio.sleep(0.001)
 
     def close(self) -> None:
@@ -129,12 +132,17 @@ class SimulatedEngine:
             del self._engines.answering[self.endpoint]
         self.reads.close()
 
-    def memory_at(self, address: int, nbytes: int) -> int | None:
-        """The address, if so many bytes are registered there."""
-        for memory in self._memory:
-            if memory.address <= address and address + nbytes <= memory.address + memory.nbytes:
-                return address
-        return None
+    @property
+    def is_open(self) -> bool:
+        """Whether its reads may go on: they stay as they are once it is closed."""
+        return self.process.alive and not self.reads.is_closed
+
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes are registered, as one region."""
+        return any(
+            memory.address <= address and address + nbytes <= memory.address + memory.nbytes
+            for memory in self._memory
+        )
 
     # -- Transfers -----------------------------------------------------------------------------
 
@@ -165,7 +173,7 @@ class SimulatedReads:
         self._queues: dict[str, ReadQueue] = {}
         self._readings: dict[Read, Reading] = {}
         self._hashers = Hashers(network.loop, network.rng)
-        self._is_woken = self._is_closed = False
+        self._is_woken = self.is_closed = False
 
     def read(self, source: RemoteExtent, target: int, asked_s: float) -> Reading:
         loop = self._network.loop
@@ -181,7 +189,7 @@ class SimulatedReads:
             self._engine.process.context.run(self._network.loop.call_later, pause_s, self._woken)
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
 
     @property
     def is_idle(self) -> bool:
@@ -197,7 +205,7 @@ class SimulatedReads:
         self._turn()
 
     def _sweep(self, name: str, waiting: ReadQueue) -> None:
-        if self._queues.get(name) is waiting and not self._is_closed:
+        if self._queues.get(name) is waiting and not self.is_closed:
             self._turn()
             self._network.loop.call_later(SWEEP_S, self._sweep, name, waiting)
 
@@ -207,6 +215,8 @@ class SimulatedReads:
 
     def _turn(self) -> None:
         """What the polling thread does in one pass."""
+        if self.is_closed:
+            return
         ended = []
         for name, waiting in list(self._queues.items()):
             for piece in waiting.poll():
