@@ -17,7 +17,7 @@ import torch
 from prometheus_client import generate_latest
 
 from ecd.base.checksum import digests, fold
-from ecd.base.clock import REAL
+from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.cluster.transport import handshake
@@ -47,6 +47,7 @@ from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
+from support.clock import SetClock
 from support.daemon import Daemon, changed
 from support.pairs import PATIENCE, start_all
 from support.reserving import reserve
@@ -347,7 +348,7 @@ def test_a_scrape_never_fails() -> None:
 
 @asynccontextmanager
 async def links_that_take_turns(
-    monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float = 30.0
+    monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float = 30.0, clock: Clock = REAL
 ) -> AsyncIterator[tuple[LiveCache, list[InboundLink]]]:
     """Two links to a node whose 64 entries, k0 to k63, one node reads at a time.
 
@@ -355,7 +356,7 @@ async def links_that_take_turns(
     """
     monkeypatch.setattr(inbound_link, "SPECULATIVE_BYTES", 0)
     monkeypatch.setattr(serving, "TURN_S", 10 * HANG_S)
-    live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s), REAL)
+    live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s), clock)
     memory = MappedFile.of_memory(1 << 20)
     pools = {0: SimpleNamespace(readable=memory, writable=memory)}
     checksums = Checksums(live, pools)
@@ -424,15 +425,20 @@ async def _end(link: InboundLink) -> None:
 def test_a_turn_does_not_begin_when_its_lease_is_nearly_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = SetClock()
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda _: clock.at_s)
+
     async def run() -> None:
-        async with links_that_take_turns(monkeypatch, lease_ttl_s=0.4) as (live, links):
-            for link in links:
+        async with links_that_take_turns(monkeypatch, 30.0, clock) as (live, [first, second]):
+            for link in (first, second):
                 await link.take(ALL_KEYS)
-            reply = await within_hang(links[1].outbox.get())
-            [outcome] = reply.leases.outcomes
-            assert outcome.HasField("limit_reached")
-            assert live.cache.counters.refused["peer_turns"] >= 1
-            for link in links:
+            for clock.at_s, refused in ((14.9, 0), (15.0, 64)):  # of the 60 s that it would wait
+                await asyncio.sleep(0)  # timers that are due
+                await asyncio.sleep(0)
+                outcomes = outcomes_in(second)
+                assert [each.HasField("limit_reached") for each in outcomes] == [True] * refused
+                assert live.cache.counters.refused["peer_turns"] == refused
+            for link in (first, second):
                 link.end()
 
     asyncio.run(run())
