@@ -21,7 +21,7 @@ from ecd_client.vllm.middleware.hop import encode_hop, encoders
 from ecd_client.vllm.middleware.hop.encode_hop import EncodeHop, NotEncoded
 from ecd_client.vllm.middleware.hop.encoders import EncoderPool
 from ecd_client.vllm.middleware.hop.protocol import IS_HOP, is_call
-from ecd_client.vllm.middleware.media import Medium, Missing
+from ecd_client.vllm.middleware.media import Medium, MissingMedium
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
@@ -210,10 +210,10 @@ def count(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"vllm:ecd_{name}", labels) or 0.0
 
 
-def picture(name: str, tokens: int = 10) -> Missing:
+def picture(name: str, tokens: int = 10) -> MissingMedium:
     url = f"data:image/png;base64,{name}"
     part = {"type": "image_url", "image_url": {"url": url}}
-    return Missing(Medium(part, "image_url", uuid=name), url, name, "namespace", tokens)
+    return MissingMedium(Medium(part, "image_url", uuid=name), url, name, "namespace", tokens)
 
 
 def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client: Client) -> None:
@@ -575,7 +575,7 @@ def test_pictures_on_their_way_are_bounded(
     asyncio.run(run())
 
 
-def look(*missing: Missing, **known: Any) -> Any:
+def look(*missing: MissingMedium, **known: Any) -> Any:
     """A request's pictures, as far as the hop looks at them."""
     names = frozenset(each.stored_name for each in missing)
     here = {"missing": missing, "found": [], "promised": [], "names": names}

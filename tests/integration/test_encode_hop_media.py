@@ -12,7 +12,7 @@ from ecd_client import Client
 from ecd_client.vllm.middleware.hop import encode_hop
 from ecd_client.vllm.middleware.hop.encode_hop import NotEncoded
 from ecd_client.vllm.middleware.hop.protocol import HAS_OUTLINE, UNLIKE
-from ecd_client.vllm.middleware.media import Medium, Missing
+from ecd_client.vllm.middleware.media import Medium, MissingMedium
 from integration.test_encode_hop import (
     GRID,
     METADATA,
@@ -37,10 +37,10 @@ from support.waiting import HANG_S, eventually_async
 __all__ = "_no_rest_ends", "client", "clock"
 
 
-def medium(kind: str, name: str, seconds: float = 0.1, **known: Any) -> Missing:
+def medium(kind: str, name: str, seconds: float = 0.1, **known: Any) -> MissingMedium:
     url, key = f"data:{kind}/x;base64,{name}", f"{kind}_url"
     brought = Medium({"type": key, key: {"url": url}}, key, uuid=name)
-    return Missing(brought, url, name, "namespace", 100, None, seconds, **known)
+    return MissingMedium(brought, url, name, "namespace", 100, None, seconds, **known)
 
 
 @pytest.mark.parametrize("kind", ["video", "audio"])
