@@ -36,7 +36,7 @@ def _no_rest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """The event loop's and the hop's, which a test puts ahead."""
+    """The hop's stands still until a test puts it ahead, and the event loop's with it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         of_loop, self.ahead_s = asyncio.BaseEventLoop.time, 0.0
@@ -45,7 +45,7 @@ class Clock:
         monkeypatch.setattr(encode_hop, "clock", self)
 
     def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return 1e6 + self.ahead_s
 
 
 @pytest.fixture

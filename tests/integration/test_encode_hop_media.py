@@ -190,9 +190,8 @@ def test_a_requests_media_have_their_time_together(client: Client, clock: Clock)
     async def run() -> None:
         async with hop_to(client, slowly(clock, encodes, 2)) as (hop, [engine], _):
             twice = [medium("video", "a", 4 * HANG_S)] * 2
-            now_s = clock.now_s()
             until_s = hop._until_s(*twice, medium("video", "b", HANG_S), picture("c"))
-            assert HANG_S * 6 <= until_s - now_s < HANG_S * 7
+            assert until_s == clock.now_s() + 6 * HANG_S
             asked = look(*twice, medium("audio", "b", HANG_S))
             await hop.complete(asked, "caller")
             assert len(asked.promised) == 3
@@ -225,10 +224,8 @@ def test_an_encoder_that_does_not_live_has_no_longer_than_for_a_picture(
     async def run() -> None:
         async with hop_to(client, hangs, encodes) as (hop, [dead, other], [url, _]):
             dead.says_it_lives = {"an error": answers(503), "nothing": hangs_for_good}[health]
-            began_s = clock.now_s()
             promise = await hop.promise(medium("video", "a", 100 * HANG_S))
             assert promise.placeholder.fields == METADATA["video"]
-            assert clock.now_s() - began_s < 3 * HANG_S
             await hop.promise(picture("b"))
             assert (len(dead.asked), len(other.asked)) == (1, 2), "it is left out"
             assert count("encoder_calls_total", encoder=url, outcome="failed") == 1
