@@ -73,13 +73,12 @@ def test_a_daemon_alone_says_what_it_holds(daemon: Daemon, client: Client) -> No
     found = client.locate(["absent", "k"])
     [[], [holder]] = found.holders
     assert (holder.node, holder.nbytes, found.is_partial) == (node, 100, True)
-    assert 0.0 <= holder.age_s < HANG_S
     status, answer = over_http(daemon, asked("k", "absent", namespace=client.namespace))
     assert (status, answer["incarnation"], answer["is_partial"]) == (200, client.incarnation, True)
     [told] = answer["located"]["k"]
     assert answer["located"]["absent"] == []
     assert (told["node"], told["nbytes"]) == (node, 100)
-    assert told["age_s"] > holder.age_s
+    assert told["age_s"] > holder.age_s >= 0.0
     assert client.locate([]).holders == []
     assert daemon.status().counters.hits == hits, "it is no use of the entry"
 

@@ -25,6 +25,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cli import cli
+from support.clock import SetClock
 from support.daemon import Daemon, changed
 from support.processes import run
 from support.waiting import HANG_S, eventually
@@ -701,11 +702,13 @@ def test_a_ttl_holds_on_disk_and_counts_from_the_put_through_a_restart(
 
 
 def test_a_file_tells_the_next_daemon_how_old_its_entry_is(tmp_path: Path) -> None:
-    directory, key = DiskDir(tmp_path, "ages"), Key("n", "k")
+    clock, key = SetClock(), Key("n", "k")
+    directory = DiskDir(tmp_path, "ages", clock)
     name, block = file_name(key), memoryview(mmap.mmap(-1, BLOCK_BYTES))
     directory.write(name, key, Content("uint8", (BLOCK_BYTES,), BLOCK_BYTES), block, age_s=1000.0)
     directory.publish(name)
-    found = directory.read_header(name)
-    assert 1000.0 <= found.age_s < 1100.0
-    assert found.idle_s < 100.0
+    clock.at_s += 70.0
+    found, [path] = directory.read_header(name), tmp_path.rglob(name)
+    assert found.age_s == 1070.0
+    assert found.idle_s == clock.unix_s() - path.stat().st_ctime
     directory.close()

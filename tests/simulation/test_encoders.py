@@ -18,7 +18,7 @@ from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import peer_pb2
-from simulation.acts import play
+from simulation.acts import AT_ONCE_S, play
 from simulation.client import Session
 from simulation.world import Run
 
@@ -68,6 +68,18 @@ def test_an_encoder_is_known_at_all_nodes_until_its_session_ends(directory: str)
         other.end()
 
     play(3, act, directory=directory)
+
+
+def test_the_age_of_an_encoder_counts_from_its_registration() -> None:
+    async def act(run: Run) -> None:
+        register(run, 0)
+        await asyncio.sleep(70.0)
+        daemon = run.daemons[0]
+        reply = await daemon.start(daemon.service.Encoders(pb.EncodersRequest(), None))
+        [encoder] = reply.encoders
+        assert 70.0 <= encoder.age_s < 70.0 + AT_ONCE_S
+
+    play(1, act)
 
 
 def kill(run: Run) -> None:

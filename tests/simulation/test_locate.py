@@ -12,7 +12,7 @@ from ecd.cluster.cluster import LOCATE_S
 from ecd.cluster.directory.redis_health import LOOKUP_TIMEOUT_S, PAUSE
 from ecd.core.model.types import Key
 from ecd_proto.v1 import cache_pb2 as pb
-from simulation.acts import Engine, play, store
+from simulation.acts import AT_ONCE_S, Engine, play, store
 from simulation.scenario import SIZES, key_of
 from simulation.world import Run
 
@@ -55,6 +55,16 @@ def test_short_metadata_are_told(directory: str) -> None:
         assert told == [b"\x01 with a space\xff", b""]
 
     play(2, act, directory=directory)
+
+
+def test_the_age_of_an_entry_counts_from_its_put() -> None:
+    async def act(run: Run) -> None:
+        await store(run, 0, NUMBER)
+        await asyncio.sleep(70.0)
+        ([holder], _), *_ = await locate(Engine(run, 0))
+        assert 70.0 <= holder.age_s < 70.0 + AT_ONCE_S
+
+    play(1, act, directory="none")
 
 
 def test_without_a_directory_an_answer_is_for_this_node_alone() -> None:
