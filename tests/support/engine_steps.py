@@ -15,7 +15,7 @@ import sys
 import zlib
 from typing import Any, NamedTuple
 
-from ecd.cluster.transport.engine import Engine, EngineError, EngineSettings
+from ecd.cluster.transport.engine import EngineError, EngineSettings, ReadEngine
 from ecd.cluster.transport.reads import ReadFailed, Reading
 from ecd.cluster.transport.transfers import Progress, RemoteExtent, Transfers
 from ecd_proto.mapped_file import _mapped
@@ -126,12 +126,12 @@ class EngineSteps:
         return zlib.crc32(self._memory[start : start + nbytes])
 
 
-def started(settings: EngineSettings, endpoint: str) -> Engine:
+def started(settings: EngineSettings, endpoint: str) -> ReadEngine:
     """An engine there, as soon as the ports are free. It draws its two ports of the range."""
 
-    def attempt() -> Engine | None:
+    def attempt() -> ReadEngine | None:
         with contextlib.suppress(EngineError):
-            engine = Engine(settings, b"i" * 16)
+            engine = ReadEngine(settings, b"i" * 16)
             if endpoint in ("", engine.endpoint):
                 return engine
             engine.close()
