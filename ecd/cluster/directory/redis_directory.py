@@ -41,8 +41,16 @@ class RedisDirectory:
         self._redis: Any = connect(config.directory, redis_publisher.WRITE_TIMEOUT_S)
         self._lookup = RedisLookup(self._redis, names, identity.incarnation, health, clock)
         self._publisher = RedisPublisher(
-            *(self._redis, names, config, identity, cache, health, clock),
-            *(self._lookup.begin_making, lasting, encodes),
+            self._redis,
+            names,
+            config,
+            identity,
+            cache,
+            health,
+            clock,
+            begin_making=self._lookup.begin_making,
+            lasting=lasting,
+            encodes=encodes,
         )
         self.state = health.state
 

@@ -245,7 +245,13 @@ class Requests:
         if by_outline and not can_outline:
             return None
         return MissingMedium(
-            *(medium, url, medium.name, namespace, size.tokens, salt, size.seconds),
+            medium,
+            url,
+            medium.name,
+            namespace,
+            size.tokens,
+            salt,
+            size.seconds,
             decoding=None if medium.is_chosen else self._how[medium.kind],
             by_outline=by_outline,
             can_outline=can_outline,

@@ -251,7 +251,11 @@ class EncodeHop:
             if not has_time and not (are_busy and began_s < latest_s):
                 return None, "late"
             encoder = self._encoders.choose(
-                *(missing.tokens, tried, began_s), decoding=missing.decoding, in_need=self._in_need
+                missing.tokens,
+                tried,
+                began_s,
+                decoding=missing.decoding,
+                in_need=self._in_need,
             )
             if encoder is None:
                 return None, "given_up"
