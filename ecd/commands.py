@@ -26,7 +26,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ecd.cluster.peers.tls import ClusterError
-from ecd.cluster.transport.engine import EngineError
+from ecd.cluster.transport.engine import EngineError, end_process
 from ecd.daemon import Daemon
 from ecd.holdings import StartError
 from ecd.memory.clearing import Left, clear, left_by
@@ -231,11 +231,14 @@ def serve(
             settings.shm_dir,
             kind,
         )
+    code = 0
     try:
         uvloop.run(Daemon(settings, reload, cold).run())
     except CANNOT_START as error:
         errors.print(f"ecd cannot serve: {error}", markup=False)
-        raise typer.Exit(1) from None
+        code = 1
+    end_process(code)
+    raise typer.Exit(code)
 
 
 @app.command("clear")

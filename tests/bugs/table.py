@@ -123,6 +123,15 @@ EDITED = {
             "        self.give_back(session, [])\n        pool.grants",
         ),
     ),
+    "a daemon waits for the end of Mooncake's engine": Bug(
+        "nodes",
+        "cluster/test_mooncake.py::test_a_daemon_ends_though_its_engine_does_not",
+        Edit(
+            "ecd/cluster/transport/engine.py",
+            "        _ended.append(self)\n",
+            "        del self._transfers._mooncake, self._engine\n",
+        ),
+    ),
     "a claimed key is reserved": Bug(
         "reading-without-a-call",
         CACHE,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ecd_client import Client
-from support.daemon import Daemon
+from support.daemon import Daemon, changed
 from support.node_client import content, put
 from support.nodes import NodeClient, NodeDaemon
 from support.pairs import Apart, Pair, cable, patient_apart, patient_pair
@@ -391,6 +391,28 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(peers: Pair)
     after = one_sided(host, port, 0, pool["addr"], b"", pool["length"])
     assert mark not in after
     assert got(peers.there, "k", peers.a.peer) == secret, "and it serves on"
+
+
+ENDLESS = changed(
+    "import signal",
+    "from ecd.cluster.transport import engine",
+    "class Endless:",
+    "    def __init__(self, mooncake): self._mooncake = mooncake",
+    "    def __getattr__(self, name): return getattr(self._mooncake, name)",
+    "    def __del__(self, pause=signal.pause):",
+    "        while True: pause()",
+    "start = engine.start_transfer_engine",
+    "engine.start_transfer_engine = lambda settings: Endless(start(settings))",
+)
+
+
+def test_a_daemon_ends_though_its_engine_does_not(make_peer: MakePeer) -> None:
+    """Mooncake's takes a minute to end while a peer stands still, and lets nothing else run."""
+    daemon = make_peer()
+    daemon.command = ENDLESS
+    daemon.start()
+    assert daemon.terminate() == 0
+    assert not daemon.shm.exists()
 
 
 ENGINE = """

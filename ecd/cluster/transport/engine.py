@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ VARIABLES = {
 """ecd's defaults for Mooncake. The environment comes before them."""
 OWN_S = 30.0
 """How long a daemon that starts waits for its own engine: the machine may be busy."""
+_ended: list[ReadEngine] = []
+"""Engines that were closed, with the memory that peers may still read."""
 _OVER = {1: Progress.ARRIVED, -1: Progress.FAILED}
 """Mooncake's statuses of a transfer that is over; 0 (under way) and -2 (late) are not."""
 
@@ -74,10 +77,6 @@ class MooncakeTransfers:
         if not transfer:
             return Progress.FAILED
         return _OVER.get(self._mooncake.transfer_check_status(transfer), Progress.UNDER_WAY)
-
-    def close(self) -> None:
-        """Release the engine."""
-        del self._mooncake
 
 
 class ReadEngine:
@@ -139,10 +138,22 @@ class ReadEngine:
             raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 
     def close(self) -> None:
-        """Stop the engine. Reads that are not over stay open."""
+        """Read no more; reads that are not over stay open. Peers read until the process ends."""
         self.reads.close()
-        self._transfers.close()
-        del self._engine
+        _ended.append(self)
+
+
+def end_process(code: int) -> None:
+    """End the process with this exit code if it had an engine.
+
+    An engine is destroyed in a second, or in a minute if a peer stands still, during which no other
+    thread of Python runs. What ends with the process needs none of it.
+    """
+    if _ended:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def start_transfer_engine(settings: EngineSettings) -> Any:
