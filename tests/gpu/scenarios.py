@@ -331,23 +331,29 @@ def registration_is_refused(address: str) -> dict:
 
 
 def pins_in_turn(address: str) -> dict:
-    """Pins the pool when a line comes; when each of the driver's calls began and ended."""
+    """Pins the pool when a line comes; counts the driver's calls.
+
+    As each begins, and as it ends, the process is added to a list that engines may share.
+    """
     pinned.PINNED_PIECE_BYTES = MIB
     if "PATIENT" in os.environ:  # on a busy machine, too
         pinned.TURN_S = HANG_S
     calls, register = [], driver.register
+    pinning = os.open(os.environ["PINNING"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    own = f"{os.getpid()}\n".encode()
 
     def note(at: int, nbytes: int) -> None:
-        began_s = clock.now_s()
+        os.write(pinning, own)
         register(at, nbytes)
-        calls.append((began_s, clock.now_s()))
+        os.write(pinning, own)
+        calls.append(at)
 
     driver.register = note
     with Client(address) as client:
         print("ready", flush=True)
         sys.stdin.readline()
         pin(client)
-        return {"calls": calls}
+        return {"calls": len(calls)}
 
 
 def half_of_it_is_refused(address: str) -> dict:
