@@ -74,7 +74,7 @@ enum { PAGEABLE, PINNED, ON_DEVICE, SPLIT };
 enum { ID, DELAY_US, REGISTER_DELAY_US, LOST, DEVICE_BYTES, HOLD };
 enum { COPIES = 8, PAGEABLE_COPIES, SPLIT_COPIES, HALFWAY, FINISHED, BYTES_H2D, BYTES_D2H,
        BYTES_D2D, REGISTER_CALLS, REGISTRATIONS, REGISTERED_BYTES, CONTEXTS, STREAMS, EVENTS,
-       FAULTS, MAIN_WAITS, OTHER_WAITS };
+       FAULTS, MAIN_WAITS, OTHER_WAITS, REGISTER_WAITS };
 enum { HOLD_START = 1, HOLD_MIDDLE = 2, HOLD_FILLS = 4 };  // bits of HOLD
 enum { HELD_AT_MOST_US = 60000000 };  // a bound for copies that outlive a test that was killed
 typedef struct {
@@ -197,19 +197,21 @@ static int unless_captured(const char *function) {
     return CAPTURE_UNSUPPORTED;
 }
 
+static void count(int word, uint64_t by) {
+    __atomic_add_fetch(control + word, by, __ATOMIC_RELAXED);
+}
+
 // While a thread registers host memory, others of the process wait with what they queue on streams.
 static atomic_int registering;
 static int after_registering(const char *function) {
     (void)function;
+    if (registering) count(REGISTER_WAITS, 1);
     while (registering) usleep(50);
     return OK;
 }
 static void end_registering(int *unused) { (void)unused; registering--; }
 #define REGISTERING __attribute__((cleanup(end_registering), unused)) int here_ = registering++
 
-static void count(int word, uint64_t by) {
-    __atomic_add_fetch(control + word, by, __ATOMIC_RELAXED);
-}
 static int failed(int device) { return control[LOST] ? (int)control[LOST] : sticky[device]; }
 static int this_device(void) { return current[depth]->device; }
 static int is_device(int device) { return device >= 0 && device < devices; }

@@ -80,6 +80,8 @@ class Counters(NamedTuple):
     that block."""
     other_waits: int
     """The same in other threads."""
+    register_waits: int
+    """Calls that found a registration of their process under way, and waited for its end."""
 
 
 class Control:
