@@ -13,10 +13,11 @@ from support.daemon import Daemon
 from support.processes import child
 from support.waiting import HANG_S, eventually
 
-PARENT = """
+PARENT = f"""
 import concurrent.futures, gc, multiprocessing, os, random, resource, signal, sys, threading
 from ecd_client import Client, DaemonUnavailable, EcdError, LeaseExpired
 
+HANG_S = {HANG_S}
 address = sys.argv[1]
 client = Client(address)
 
@@ -92,7 +93,7 @@ def without_descriptors(child):
 def mine(method, child):
     process = multiprocessing.get_context(method).Process(target=child)
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     return process.exitcode
 """
 
@@ -166,7 +167,7 @@ def hold_in_a_thread():
     is_over.wait()
 del generator
 threading.Thread(target=hold_in_a_thread, daemon=True).start()
-assert held.wait(60)
+assert held.wait(HANG_S)
 """
 
 
@@ -229,7 +230,7 @@ def call():
         try:
             reply = getattr(session.calls, name)("contains", pb.ContainsRequest())
             if name == "later":
-                reply.result(1)
+                reply.result(HANG_S)
         except EcdError as error:
             assert isinstance(error, DaemonUnavailable)
         else:
@@ -248,16 +249,18 @@ say("alive")
 def test_a_child_of_c_code_ends_nothing_and_makes_no_client(daemon: Daemon) -> None:
     """No hook of Python's runs there, not those that mend its own lock: a child may hang in it.
 
-    It may do so before its first line, where another thread asked for the lock amid the fork.
+    It does so before it has first let go of the lock, where another thread asked for it amid the
+    fork. Such a child, or one that is slow to begin, is killed, and another one forked.
     """
     with Client(daemon.address) as other:
         other.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
         program = f"""{HOLD}
 import ctypes, select
-code = -signal.SIGKILL
-while code == -signal.SIGKILL:
+while True:
+    has_begun, begins = os.pipe()
     pid = ctypes.PyDLL(None).fork()
     if not pid:
+        os.write(begins, b"x")
         item.close()
         client.close()
         try:
@@ -265,10 +268,13 @@ while code == -signal.SIGKILL:
         except DaemonUnavailable:
             os._exit(0)
         os._exit(1)
-    if not select.select([os.pidfd_open(pid)], [], [], 5)[0]:
-        os.kill(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-say(code)
+    if select.select([has_begun], [], [], 5)[0]:
+        break
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+if not select.select([os.pidfd_open(pid)], [], [], HANG_S)[0]:
+    os.kill(pid, signal.SIGKILL)
+say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 client.contains(["k"])
 say(set(item.view) == {{1}} and item._hold._index._words[item._hold._pin] > 0)
 """
@@ -285,7 +291,7 @@ uses = (
     lambda: client.get("k"), lambda: client.get("k", timeout=1.0), lambda: client.get_now("k"),
     lambda: client.get_async(["k"]), lambda: client.contains(["k"]), lambda: client.hint("k"),
     lambda: client.put_bytes("n", b"x", "uint8", (1,)), lambda: client.offer(["k"], []),
-    lambda: client.wait_connected(60), lambda: coming.result(60),
+    lambda: client.wait_connected(HANG_S), lambda: coming.result(HANG_S),
 )
 def child():
     for number, use in enumerate(uses):
@@ -305,7 +311,7 @@ def child():
     client.close()
 say(forked(child, sys.exit))
 client.put_bytes("late", b"y", "uint8", (1,))
-say(coming.result(60).view.tobytes())
+say(coming.result(HANG_S).view.tobytes())
 """
     with parent(daemon, program) as process:
         assert said(process) == "0"
