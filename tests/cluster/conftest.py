@@ -111,7 +111,7 @@ def client_of() -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 
     def client(daemon: Daemon, **about: object) -> Client:
-        clients.append(Client(daemon.address, connect_timeout=30, **about))
+        clients.append(Client(daemon.address, connect_timeout=HANG_S, **about))
         return clients[-1]
 
     yield client

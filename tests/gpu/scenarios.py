@@ -271,7 +271,7 @@ def put(client: Client, key: str, byte: int) -> bool:
 
 
 def load(client: Client, key: str, **options: bool) -> torch.Tensor:
-    with client.get(key, 5.0) as item:
+    with client.get(key, HANG_S) as item:
         return item.to("cuda", **options)
 
 
@@ -845,20 +845,20 @@ def near_of(client: Client):
 
 def copies_in_pools(address: str) -> int:
     with open_channel(address) as channel:
-        return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0).counters.copies
+        return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=HANG_S).counters.copies
 
 
 def put_by_cpu(address: str, key: str, content: bytes) -> None:
     """Put an entry of which no copy is made."""
     with Client(address) as client, open_channel(address) as channel:
         client.put_bytes(key, content, "uint8", (len(content),))
-        pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)  # it is listed
+        pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=HANG_S)  # it is listed
 
 
 def evict(address: str, mm_hash: str) -> None:
     with open_channel(address) as channel:
         key = pb.Key(namespace="default", mm_hash=mm_hash)
-        pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=10.0)
+        pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=HANG_S)
 
 
 def promote(client: Client, key: str) -> None:
@@ -981,7 +981,7 @@ def another_entry_of_the_key(address: str) -> dict:
         with open_channel(address) as channel:
             stub = pb_grpc.CacheStub(channel)
             key = pb.Key(namespace="default", mm_hash="k")
-            stub.Evict(pb.EvictRequest(key=key), timeout=10.0)
+            stub.Evict(pb.EvictRequest(key=key), timeout=HANG_S)
             put(client, "k", 2)
             eventually(lambda: copies_in_pools(address) == copies + 1)
         old, new = is_right(item.to("cuda"), 1), is_right(load(client, "k"), 2)
@@ -1020,7 +1020,7 @@ def put_again_before_the_copy(address: str) -> dict:
             stored = client.put_async(way, gpu.encode(SHAPE, torch.uint8, 1))
             eventually(lambda way=way: client.contains([way])[0])
             key = pb.Key(namespace="default", mm_hash=way)
-            stub.Evict(pb.EvictRequest(key=key), timeout=10.0)
+            stub.Evict(pb.EvictRequest(key=key), timeout=HANG_S)
             put_by_cpu(address, way, bytes([2]) * MIB)
             may_go.set()
             assert stored.result(HANG_S)

@@ -495,6 +495,7 @@ def test_a_dead_engines_save_lands_in_no_other_entry(
 
 WITHOUT_CUDA = """
 import sys, torch
+from support.waiting import HANG_S
 torch.version.cuda, torch.version.hip = None, sys.argv[2] or None
 torch.cuda.is_initialized = lambda: True
 from ecd_client import Client
@@ -506,14 +507,14 @@ with Client(sys.argv[1]) as client:
     with client.get("k") as item:
         assert torch.equal(item.to("cpu", non_blocking=True), tensor)
         assert item.to("meta").shape == (1000,)
-    assert client.put_async("l", tensor).result(5)
+    assert client.put_async("l", tensor).result(HANG_S)
     word = client._connection.session()._dma._words[DMA_WORD : DMA_WORD + 1]
     assert word[0] == 0
 
     class Elsewhere(torch.Tensor):
         is_cpu = property(lambda self: False)
 
-    assert client.put_async("m", tensor.as_subclass(Elsewhere)).result(5)
+    assert client.put_async("m", tensor.as_subclass(Elsewhere)).result(HANG_S)
     assert word[0] == 1  # a device may have copied it
     with client.get("m") as item:
         assert torch.equal(item.tensor, tensor)

@@ -960,7 +960,7 @@ else:
     while not session._over:
         pass
     del session
-    client.wait_connected(60.0)
+    client.wait_connected(HANG_S)
 gc.collect()
 """
 

@@ -90,7 +90,7 @@ with Client(address) as client:
         except EcdError:
             if again != "again":
                 break
-            client.wait_connected(60.0)
+            client.wait_connected(HANG_S)
 """
 READER = """
 import os, random, sys
@@ -109,7 +109,7 @@ with Client(address, namespace="n") as client:
                 try:
                     item = client.get(key)
                 except EcdError:
-                    client.wait_connected(60.0)
+                    client.wait_connected(HANG_S)
                     continue
                 if item is not None:
                     with item:

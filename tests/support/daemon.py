@@ -234,18 +234,18 @@ class Daemon:
 
     def status(self) -> pb.StatusReply:
         with open_channel(self.address) as channel:
-            about = {"timeout": 10.0, "wait_for_ready": True}
+            about = {"timeout": HANG_S, "wait_for_ready": True}
             return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), **about)
 
     def peers(self) -> pb.PeersReply:
         with open_channel(self.address) as channel:
-            return pb_grpc.CacheStub(channel).Peers(pb.PeersRequest(), timeout=10.0)
+            return pb_grpc.CacheStub(channel).Peers(pb.PeersRequest(), timeout=HANG_S)
 
     def entries(self) -> list[pb.EntryInfo]:
         """The first page of them."""
         with open_channel(self.address) as channel:
             stub = pb_grpc.CacheStub(channel)
-            return list(stub.List(pb.ListRequest(), timeout=10.0).entries)
+            return list(stub.List(pb.ListRequest(), timeout=HANG_S).entries)
 
     def names(self) -> list[str]:
         """Of the first page of entries, the newest last."""
@@ -259,11 +259,11 @@ class Daemon:
 
     def evict(self, key: pb.Key) -> pb.EvictReply:
         with open_channel(self.address) as channel:
-            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=10.0)
+            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=HANG_S)
 
     def evict_all(self) -> pb.EvictReply:
         with open_channel(self.address) as channel:
-            about = {"timeout": 10.0, "wait_for_ready": True}
+            about = {"timeout": HANG_S, "wait_for_ready": True}
             return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), **about)
 
     def check_nothing_leaked(self) -> None:

@@ -7,8 +7,14 @@ import json
 import random
 import sys
 import time
+from pathlib import Path
 
 from ecd_client import Client, EcdError
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
+
+from support.waiting import HANG_S
 
 
 def content(nbytes: int, seed: int) -> bytes:
@@ -61,10 +67,10 @@ def answer(client: Client, command: dict) -> dict:
 
 
 def main() -> None:
-    with Client(sys.argv[1], connect_timeout=30) as client:
+    with Client(sys.argv[1], connect_timeout=HANG_S) as client:
         print("ready", flush=True)
         for line in sys.stdin:
-            client.wait_connected(30)
+            client.wait_connected(HANG_S)
             try:
                 reply = answer(client, json.loads(line))
             except EcdError as error:

@@ -24,6 +24,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
 
+from support.waiting import HANG_S
+
 STEPS = (
     "announce",
     "recheck",
@@ -207,7 +209,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
     told, longest_s = time.monotonic(), 0.1
     if without == "fork":
         longest_s = 2.0  # what was read a moment ago is the last to be evicted
-    with Client(address, namespace="stress", connect_timeout=20.0) as client:
+    with Client(address, namespace="stress", connect_timeout=HANG_S) as client:
         while True:
             number = random.randrange(KEYS)
             content = bytes([number]) * SIZES[number % len(SIZES)]

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
+from support.waiting import HANG_S
+
 RULES = {
     **dict.fromkeys(("W1", "W2", "W3", "R3", "R4"), "engines"),
     **dict.fromkeys(("R1", "R2"), "slow"),
@@ -211,7 +213,7 @@ def run_worker(address: str, without: str, has_gpu: bool) -> None:
     counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
     engine = Engine(gpu, counts, breaks=0.3 if without == "R4" else 0.01)
     told = time.monotonic()
-    with Client(address, namespace="stress", connect_timeout=30.0) as client:
+    with Client(address, namespace="stress", connect_timeout=HANG_S) as client:
         client.pin()
         while True:
             engine.step(client)
@@ -237,7 +239,7 @@ def run_doomed(address: str) -> None:
         if pid == 0:
             random.seed(os.getpid())
             gpu = StandinGpu.use()
-            with Client(address, namespace="stress", connect_timeout=30.0) as client:
+            with Client(address, namespace="stress", connect_timeout=HANG_S) as client:
                 save_without_end(client, Engine(gpu, {}, 0.0), tell)
         os.close(tell)
         os.read(told, 1)
@@ -313,7 +315,7 @@ class Engine:
         for _ in range(3):  # the model goes on, in memory that may be free by now
             self._gpu.encode((size,), torch.uint8, 255)
         if is_kept or random.random() < 0.5:
-            self._counts["puts"] += stored.result(20)
+            self._counts["puts"] += stored.result(HANG_S)
         if kept is not None:
             self._gpu.fill(kept, 255)
 
