@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ecd_client import Client, EcdError, clock
+from ecd_client import Client, EcdError
 from ecd_client.device import completions, copies, driver, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.errors import DaemonUnavailable, DeviceError
@@ -509,23 +509,31 @@ def memory_is_left_for_loads(address: str) -> dict:
 
 def holds_of_a_failed_device(address: str) -> dict:
     """Its time for copies that it may continue is the same for all of them."""
-    asked_s, sleep = [], clock.sleep
+    all_added = threading.Event()
 
-    def note(seconds: float) -> None:
-        if threading.current_thread().name == "ecd-ends":
-            asked_s.append(seconds)
-        sleep(seconds)
+    class Clock:
+        """Time that passes where the ending thread sleeps, once all is added."""
 
+        at_s = 0.0
+
+        def now_s(self) -> float:
+            return self.at_s
+
+        def sleep(self, seconds: float) -> None:
+            assert all_added.wait(HANG_S)
+            self.at_s += seconds
+
+    completions.clock = own = Clock()
     ended = []
     control.fail({"cuEventSynchronize": 719})
     with driver.on(gpu.device):
         events = [driver.Event(gpu.device, gpu.stream.cuda_stream) for _ in range(20)]
-    clock.sleep = note
     for number, event in enumerate(events):
         completions.after([event], partial(ended.append, number))
         completions.after_failure(partial(ended.append, number))
+    all_added.set()
     eventually(lambda: len(ended) == 2 * len(events))
-    return {"times": round(sum(asked_s) / completions.FAILED_S, 1), "warnings": len(warnings)}
+    return {"times": round(own.at_s / completions.FAILED_S, 1), "warnings": len(warnings)}
 
 
 def default_stream_is_named(address: str) -> dict:
