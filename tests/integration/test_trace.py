@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from multiprocessing import get_context
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from random import Random
 
@@ -21,7 +19,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon
-from support.processes import run
+from support.processes import child, run
 from support.waiting import HANG_S, eventually
 
 OPERATIONS = 300
@@ -55,6 +53,12 @@ def use(address: str, seed: int) -> int:
     return hits
 
 
+def user(daemon: Daemon, seed: int) -> AbstractContextManager[subprocess.Popen[str]]:
+    program = f"from integration.test_trace import use; print(use({daemon.address!r}, {seed}))"
+    command = [sys.executable, "-c", program]
+    return child(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("eviction", ["value", "lru"])
 def test_a_replay_of_a_run_evicts_what_the_run_did(
     make_daemon: Callable[..., Daemon], tmp_path: Path, eviction: str
@@ -70,8 +74,9 @@ def test_a_replay_of_a_run_evicts_what_the_run_did(
         pb_grpc.CacheStub(channel).Keep(pb.KeepRequest(key=key), timeout=HANG_S)
     # Before memory is full, or all that is brief might go for room.
     eventually(lambda: daemon.status().counters.evictions["ttl"] > 0)
-    with ProcessPoolExecutor(3, get_context("spawn")) as clients:
-        assert sum(clients.map(use, [daemon.address] * 3, range(3))) > 0
+    with ExitStack() as stack:
+        clients = [stack.enter_context(user(daemon, seed)) for seed in range(3)]
+        assert sum(int(each.communicate()[0]) for each in clients) > 0
     with Client(daemon.address) as client:
         for number in range(4096):  # one page each: all that is free can be used
             client.put_bytes(f"{number}", bytes(4096), "uint8", (4096,))
