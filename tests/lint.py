@@ -3,6 +3,8 @@
 Outside `tests/timing` no test reads a clock, so none asserts on one. No test sleeps. What must come
 is awaited with one bound, HANG_S. Every process is started by `support.processes`, which ends it.
 
+Clocks, sleeps and starts are seen under whatever name a file imports them, called or not.
+
 Of the product: only its clocks read the time of an event loop, which no contract of imports shows.
 """
 
@@ -33,15 +35,48 @@ PACED = {
     "support/node_client.py": "reports seconds to tests/timing",
     "support/pin_stress.py": "a load of its own",
     "support/waiting.py": "the one place that waits",
+    "e2e/pauses.py": "has vLLM's own loops pause",
 }
 """Programs that go by the clock, and why. What they find is checked, how long they take is not."""
-STARTS = {"support/processes.py", "support/daemon.py"}
+STARTS = {
+    "campaign/asked.py": "a client's child, as an engine forks one",
+    "campaign/worker.py": "clients, which the kernel ends with it",
+    "e2e/models/matrix.py": "engines, each in a process with vLLM imported",
+    "gpu/scenarios.py": "children of a client, which are awaited",
+    "integration/crashing_client.py": "clients that crash",
+    "simulation/__main__.py": "runs of seeds, which change nothing of each other",
+    "support/cuda/dma_stress.py": "engines that are killed, and begin quickly",
+    "support/pin_stress.py": "children of a client",
+    "support/processes.py": "the one place that starts",
+    "support/sglang_process.py": "schedulers, as SGLang has them",
+    "support/warm_interpreter.py": "programs, each with its libraries imported",
+}
+"""Programs that start others by themselves, and what for: `support.processes` started each of
+these, and ends its whole session, or it is that place."""
 
 CLOCKS = {
-    *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
-    *("process_time", "thread_time"),
+    *(f"time.{name}" for name in ("time", "monotonic", "perf_counter", "process_time")),
+    *(f"time.{name}_ns" for name in ("time", "monotonic", "perf_counter", "process_time")),
+    *("time.thread_time", "time.thread_time_ns", "time.clock_gettime", "time.clock_gettime_ns"),
+    *(f"ecd_client.clock.{name}" for name in ("now_s", "unix_s", "now_text", "booted_s")),
+    *("ecd.base.clock.REAL.now_s", "ecd.base.clock.REAL.unix_s"),
 }
-STARTERS = {"Popen", "call", "check_call", "check_output", "run"}
+SLEEPS = {
+    *("time.sleep", "asyncio.sleep", "ecd_client.clock.sleep"),
+    *("ecd.base.clock.REAL.sleep", "ecd.base.clock.REAL.block"),
+}
+STARTERS = {
+    *(f"subprocess.{name}" for name in ("Popen", "call", "check_call", "check_output", "run")),
+    *("subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
+    *(f"os.{name}" for name in ("fork", "forkpty", "popen", "system", "posix_spawn")),
+    *("os.posix_spawnp", "pty.fork", "pty.spawn"),
+    *(f"os.spawn{how}" for how in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")),
+    *(f"multiprocessing.{name}" for name in ("Manager", "Pool", "Process", "get_context")),
+    "concurrent.futures.ProcessPoolExecutor",
+}
+TYPES = {"subprocess.Popen"}
+"""Starters that annotations name, too: a fault where they are called."""
 WAITS = {"communicate", "join", "result", "run", "wait", "wait_for"}
 """Functions whose time limit is for what must come. A `get` with one may be meant to miss."""
 
@@ -52,27 +87,54 @@ class Fault(NamedTuple):
 
 
 def faults(tree: ast.AST, is_timed: bool, may_start: bool) -> Iterator[Fault]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield from _of_call(node, is_timed, may_start)
+    nodes = list(ast.walk(tree))
+    imported = dict(each for node in nodes for each in _imports(node))
+    called = {node.func: node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and not is_timed:
+            yield from _of_wait(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_timed:
             if re.search(r"\bsleep\((?!0\))", node.value):
                 yield Fault(node.lineno, "a program that sleeps: have it wait for a state")
-        elif isinstance(node, ast.ImportFrom) and node.module in ("time", "subprocess"):
-            yield Fault(node.lineno, f"import {node.module} itself, so that its uses are seen")
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name, call = _full_name(node, imported), called.get(node)
+            if name in SLEEPS and not is_timed and not (call and _is_a_turn(call)):
+                yield Fault(node.lineno, f"{name}: wait for a state (support.waiting)")
+            elif name in CLOCKS and not is_timed:
+                yield Fault(node.lineno, f"{name}: a figure, so it belongs into tests/timing")
+            elif name in STARTERS and not may_start and (call or name not in TYPES):
+                yield Fault(node.lineno, f"{name}: start it by support.processes, which ends it")
 
 
-def _of_call(call: ast.Call, is_timed: bool, may_start: bool) -> Iterator[Fault]:
+def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The names that a statement imports, and what each is of."""
+    if isinstance(node, ast.Import):
+        for each in node.names:
+            first = each.name.partition(".")[0]
+            yield (each.asname, each.name) if each.asname else (first, first)
+    elif isinstance(node, ast.ImportFrom):
+        for each in node.names:
+            yield each.asname or each.name, f"{node.module}.{each.name}"
+
+
+def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
+    """What the name or attribute is of by the file's imports; empty if they do not say."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, "")
+    if isinstance(node, ast.Attribute) and (owner := _full_name(node.value, imported)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def _is_a_turn(call: ast.Call) -> bool:
+    """Whether it gives others a turn of the event loop, and no time."""
+    return [ast.unparse(each) for each in call.args] == ["0"]
+
+
+def _of_wait(call: ast.Call) -> Iterator[Fault]:
     name = ast.unparse(call.func)
-    owner, _, function = name.rpartition(".")
-    if owner in ("time", "asyncio") and function == "sleep" and not is_timed:
-        if not (owner == "asyncio" and ast.unparse(call.args[0]) == "0"):
-            yield Fault(call.lineno, f"{name}: wait for a state (support.waiting)")
-    elif owner == "time" and function in CLOCKS and not is_timed:
-        yield Fault(call.lineno, f"{name}: a figure, so it belongs into tests/timing")
-    elif owner == "subprocess" and function in STARTERS and not may_start:
-        yield Fault(call.lineno, f"{name}: start it by support.processes, which ends it")
-    if function in WAITS and not is_timed:
+    function = name.rpartition(".")[2]
+    if function in WAITS:
         limits = [each.value for each in call.keywords if each.arg in ("timeout", "timeout_s")]
         if function in ("join", "result", "wait") and len(call.args) == 1:
             limits += call.args

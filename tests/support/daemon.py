@@ -28,7 +28,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support import warm
-from support.processes import end, run
+from support.processes import end, run, start
 from support.waiting import HANG_S, eventually, stopped
 
 WITHOUT_HUGE_PAGES = (
@@ -130,12 +130,8 @@ class Daemon:
             **self._settings,
         }
         with self.log.open("ab") as log:
-            self._process = self._forked(environment, log) or subprocess.Popen(
-                [*self.prefix, *self.command],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+            self._process = self._forked(environment, log) or start(
+                [*self.prefix, *self.command], env=environment, stdout=log, stderr=log
             )
         if wait:
             self.wait_serving()
