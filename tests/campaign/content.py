@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -19,11 +20,13 @@ WEIGHTS = (30, 20, 10, 30, 10)
 WINDOW, KEYS_A_SECOND = 60, 20
 """Keys that are in use at one time; so many of them are new each second."""
 CALL_TIMEOUT_S = 2.0
-SLACK_S = 2.0
-"""What a request may be late on a machine whose cores are all busy."""
-RECOVERY_LIMIT_S = 30.0
+STRICT_S = 2.0
+"""What a request may be late on a machine whose cores are all busy; each that is later counts."""
+SLACK_S = float(os.environ.get("ECD_CAMPAIGN_SLACK_S", STRICT_S))
+"""From here on it is a violation. `make test` sets HANG_S: it asks only that each request ends."""
+RECOVERY_LIMIT_S = max(30.0, SLACK_S)
 WORDS = 64
-COUNTS = "requests", "hits", "misses", "puts", "refused", "verified_bytes", "checks"
+COUNTS = "requests", "hits", "misses", "puts", "refused", "verified_bytes", "checks", "late"
 FIRST_THREAD_WORD, WORDS_A_THREAD = 16, 2
 
 

@@ -118,7 +118,7 @@ class Side:
 
     def works(self, key: str) -> float:
         """Wait until a put and a get work here; returns when, or -1 for never."""
-        said = self.world.replies.ask(self.probe, "works", 40.0, key=key)
+        said = self.world.replies.ask(self.probe, "works", RECOVERY_LIMIT_S + 10.0, key=key)
         if not isinstance(said, float) or said < 0.0:
             return -1.0
         self.worked_s.append(said)

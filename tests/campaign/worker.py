@@ -29,6 +29,7 @@ from campaign.content import (
     CALL_TIMEOUT_S,
     NAMESPACES,
     SLACK_S,
+    STRICT_S,
     Found,
     Known,
     Ledger,
@@ -114,6 +115,8 @@ class Worker:
         self.ledger.begin(thread, 0.0)
         self.ledger.add("requests")
         took_s = time.monotonic() - started_s
+        if took_s > limit_s - SLACK_S + STRICT_S:
+            self.ledger.add("late")
         if took_s > limit_s:
             late = {"act": act[0].__name__, "from": started_s, "took": took_s, "limit": limit_s}
             self.complain("late", json.dumps(late))
