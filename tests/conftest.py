@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from ecd_client import Client
 from support.daemon import Daemon, close_all, cool
-from support.limits import RUN_LIMIT_S, RunLimit, TestLimits
+from support.limits import RUN_LIMIT_S, EndLimit, RunLimit, TestLimits
 from support.processes import mark
 
 LONGEST = (
@@ -33,9 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
+    run_limit_s = config.getoption("--run-limit")
     config.pluginmanager.register(TestLimits())
-    if not is_worker:
-        config.pluginmanager.register(RunLimit(config.getoption("--run-limit")))
+    config.pluginmanager.register(EndLimit() if is_worker else RunLimit(run_limit_s))
 
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

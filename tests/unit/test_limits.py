@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.limits import LAST_WORDS_S
+from support.limits import END_S, LAST_WORDS_S, WORKER_EXIT_S
 from support.processes import run
 from support.waiting import HANG_S, eventually
 
@@ -23,16 +23,19 @@ import os, threading
 from pathlib import Path
 from support import limits, processes
 
+def now():
+    clock = Path(__file__).with_name("clock")
+    return float(clock.read_text()) if clock.exists() else 0.0
+
 class Timer:
     def __init__(self, seconds, function, *arguments):
         self._cancelled = threading.Event()
-        about = seconds, function, arguments
+        about = now() + seconds, function, arguments
         threading.Thread(target=self._wait, args=about, daemon=True).start()
 
-    def _wait(self, seconds, function, arguments):
-        clock = Path(__file__).with_name("clock")
+    def _wait(self, until, function, arguments):
         while not self._cancelled.wait(0.01):
-            if clock.exists() and float(clock.read_text() or 0) >= seconds:
+            if now() >= until:
                 return function(*arguments)
 
     def cancel(self):
@@ -45,19 +48,21 @@ def pytest_addoption(parser):
     parser.addoption("--run-limit", type=float, default=limits.RUN_LIMIT_S)
 
 def pytest_configure(config):
+    is_worker = hasattr(config, "workerinput")
+    limit = limits.EndLimit() if is_worker else limits.RunLimit(config.getoption("--run-limit"))
     config.pluginmanager.register(limits.TestLimits())
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(limits.RunLimit(config.getoption("--run-limit")))
+    config.pluginmanager.register(limit)
 """
 """The limits as tests/conftest.py sets them, on a clock that the test moves."""
 TEST = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 def it_is(seconds):
-    (HERE / "clock").write_text(str(seconds))
+    (HERE / "next").write_text(str(seconds))
+    (HERE / "next").rename(HERE / "clock")
 
 def ignoring(**about):
     script = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); "
@@ -231,6 +236,114 @@ def pytest_runtest_logstart(nodeid):
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "ended after 50 s, amid: test_it.py::test_takes_long\n" in done.stderr
     eventually(are_dead)
+
+
+def test_a_run_that_takes_too_long_tells_what_has_failed(pytest_of: Run) -> None:
+    """Though the test that it ends is deaf to the interrupt."""
+    test = """
+def test_fails():
+    assert "this is" == "told"
+
+def test_takes_long():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    it_is(50.0)
+    signal.pause()
+"""
+    done = pytest_of(test, "--run-limit", "50", conftest="limits.LAST_WORDS_S = 0.0")
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "ended after 50 s, amid: test_it.py::test_takes_long\n" in done.stderr
+    assert "'this is' == 'told'" in done.stderr.split("it had failed:")[1]
+
+
+AFTER_ANOTHER = """
+def test_is_another():
+    pass
+
+def go_on():
+    began_s = os.times().elapsed
+    while os.times().elapsed < began_s + 0.05:
+        pass
+"""
+"""What a test begins after `go_on` is its own: the kernel notes hundredths of a second."""
+
+
+@pytest.mark.parametrize(
+    ("name", "late_s", "options"), [("the run", END_S, ()), ("gw0", WORKER_EXIT_S, ("-n", "1"))]
+)
+def test_a_thread_that_a_test_leaves_behind_is_named_and_ends_the_run(
+    pytest_of: Run, name: str, late_s: float, options: tuple[str, ...]
+) -> None:
+    test = f"""
+def stay():
+    threading.main_thread().join()  # until the process ends
+    it_is({late_s})
+    threading.Event().wait()
+
+def test_leaves_a_thread():
+    go_on()
+    threading.Thread(target=stay, name="left").start()
+"""
+    done = pytest_of(AFTER_ANOTHER + test, *options, conftest="limits.LAST_WORDS_S = 0.0")
+    assert (done.returncode, "2 passed" in done.stdout) == (1, True), done.stdout
+    assert f"{name} does not end after its tests. It waits for:\nthread left, " in done.stderr
+    assert "begun amid test_it.py::test_leaves_a_thread\n" in done.stderr
+    assert "in _shutdown\n" in done.stderr, "what it does"
+
+
+def test_the_last_tests_are_named_if_a_run_does_not_end_and_they_left_nothing(
+    pytest_of: Run,
+) -> None:
+    test = f"""
+import atexit
+
+def hang():
+    it_is({END_S})
+    signal.pause()
+
+def test_leaves_a_hook():
+    atexit.register(hang)
+"""
+    done = pytest_of(test, conftest="limits.LAST_WORDS_S = 0.0")
+    assert (done.returncode, "1 passed" in done.stdout) == (1, True), done.stdout
+    assert "nothing that a test left; the last: test_it.py::test_leaves_a_hook\n" in done.stderr
+
+
+def test_a_fork_that_holds_what_the_process_waits_for_is_named_and_ended(
+    pytest_of: Run, are_dead: Callable[[], bool]
+) -> None:
+    test = """
+from multiprocessing import resource_tracker
+
+def test_forks():
+    go_on()
+    resource_tracker.ensure_running()
+    if pid := os.fork():
+        (HERE / "pids").write_text(str(pid))
+    else:
+        signal.pause()
+"""
+    done = pytest_of(AFTER_ANOTHER + test, conftest="limits.GRACE_S = 0.0")
+    assert (done.returncode, "2 passed" in done.stdout) == (1, True), done.stdout
+    left = done.stderr.split("left processes behind:\n")[1].splitlines()
+    assert [line.rpartition(", begun amid ")[2] for line in left] == ["test_it.py::test_forks"]
+    eventually(are_dead)
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"]])
+def test_a_failure_that_leaves_an_executor_behind_is_told(
+    pytest_of: Run, options: list[str]
+) -> None:
+    test = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, resource_tracker
+
+def test_fails():
+    resource_tracker.ensure_running()
+    side = ProcessPoolExecutor(1, get_context("fork"))
+    assert side.submit(abs, -1).result() == 2
+"""
+    done = pytest_of(test, *options, conftest="limits.GRACE_S = 0.0")
+    assert (done.returncode, "assert 1 == 2" in done.stdout) == (1, True), done.stdout
 
 
 def test_children_are_interrupted_though_the_run_began_in_the_background(pytest_of: Run) -> None:
