@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from xdist.workermanage import WorkerController
 
-from support.processes import GRACE_S, kill_all, started
+from support.processes import GRACE_S, Terminated, kill_all, started
 from support.waiting import HANG_S, LOOK_S
 
 RUN_LIMIT_S = 55 * 60.0
@@ -191,6 +191,12 @@ class RunLimit(EndLimit):
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodeready(self, node: WorkerController) -> None:
         self._workers.append(node.gateway._io.popen)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Interrupt the workers, which a terminal does on Ctrl-C, and xdist after 5 s only."""
+        if excinfo.errisinstance(Terminated):
+            for worker in self._workers:
+                worker.terminate()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running[nodeid] = None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,16 +97,47 @@ def end(process: subprocess.Popen[Any], *, grace: bool = False) -> None:
 # -- all that a run has started ----------------------------------------------------------------
 
 
-def mark() -> None:
-    """Mark this process, and so all that it will start; and let no signal stay ignored in them.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM ends a run as Ctrl-C does: fixtures clean up."""
 
-    A shell's background job ignores SIGINT, and so would each child that is to be interrupted.
+
+def mark() -> None:
+    """Mark this process, and so all that it will start, and have SIGTERM interrupt it alone.
+
+    No signal stays ignored in what it starts. A shell's background job ignores SIGINT, and so would
+    each child that is to be interrupted.
     """
     os.environ[MARK] = f"{os.environ.get(MARK, '')}/{os.getpid()}"
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             is_int = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(
+        before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_default_sigterm
+    )
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the next would end the cleaning up
+    raise Terminated
+
+
+_before_fork = threading.local()
+
+
+def _hold_sigterm() -> None:
+    """Python forgets a signal that a fork gets before it has begun; the kernel keeps it."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
+def _default_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release_sigterm()
 
 
 def started() -> dict[int, str]:

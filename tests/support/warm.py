@@ -23,7 +23,10 @@ IMPORT_S = 480.0
 
 
 class Interpreter:
-    """The process that forks. It ends with `close`, and in any case with this process."""
+    """The process that forks. It ends with `close`, and in any case with this process.
+
+    Its forks get SIGTERM then.
+    """
 
     def __init__(
         self, python: Path | str, modules: Sequence[str], log: Path, environ: Mapping[str, str]

@@ -22,6 +22,7 @@ import sys
 from multiprocessing import util
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 OUT_OF_THE_WAY = 900
 """A descriptor above those that a process hands to one that it spawns."""
 
@@ -33,8 +34,16 @@ def supervise(child: int, tell: int) -> None:
     os._exit(0)
 
 
+def end_with(parent: int) -> None:
+    """Get SIGTERM when the parent ends, or rather its thread that forked: it has no other."""
+    assert ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
+    if os.getppid() != parent:  # it has ended already
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def next_command(requests: socket.socket) -> list[str]:
     """Serve requests; return in each fork that is to run a script, with its command line."""
+    interpreter = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 8)
         if not message:
@@ -43,6 +52,8 @@ def next_command(requests: socket.socket) -> list[str]:
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
+        end_with(interpreter)
+        supervisor = os.getpid()
         requests.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         read, write, tell, *passed = descriptors
@@ -50,6 +61,7 @@ def next_command(requests: socket.socket) -> list[str]:
             for descriptor in (read, write, *passed):
                 os.close(descriptor)
             supervise(child, tell)
+        end_with(supervisor)
         os.setsid()
         os.write(tell, struct.pack("i", os.getpid()))  # now, as its group can be ended
         os.close(tell)

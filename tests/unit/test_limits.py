@@ -16,6 +16,7 @@ import pytest
 from support.limits import END_S, LAST_WORDS_S, WORKER_EXIT_S
 from support.processes import run
 from support.waiting import HANG_S, eventually
+from support.warm import Fork, Interpreter
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
@@ -344,6 +345,80 @@ def test_fails():
 """
     done = pytest_of(test, *options, conftest="limits.GRACE_S = 0.0")
     assert (done.returncode, "assert 1 == 2" in done.stdout) == (1, True), done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"]])
+def test_sigterm_ends_a_run_whose_fixtures_clean_up(
+    pytest_of: Run, are_dead: Callable[[], bool], tmp_path: Path, options: list[str]
+) -> None:
+    test = """
+import pytest
+from support.processes import child
+
+@pytest.fixture
+def cleaned():
+    yield
+    (HERE / "cleaned").touch()
+
+@pytest.fixture
+def sleeper(cleaned):
+    with child(["sleep", "infinity"]) as process:
+        (HERE / "pids").write_text(str(process.pid))
+        yield
+
+def test_is_terminated(sleeper):
+    run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    os.kill(run, signal.SIGTERM)
+    signal.pause()
+"""
+    done = pytest_of(test, *options)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert "Terminated" in done.stdout
+    assert (tmp_path / "cleaned").exists()
+    assert "left processes behind" not in done.stderr
+    eventually(are_dead)
+
+
+def test_a_second_sigterm_does_not_end_the_cleaning_up(pytest_of: Run, tmp_path: Path) -> None:
+    """`timeout` sends one to the process, and one to its group."""
+    test = """
+import pytest
+
+@pytest.fixture
+def cleaned():
+    yield
+    os.kill(os.getpid(), signal.SIGTERM)
+    (HERE / "cleaned").touch()
+
+def test_is_terminated(cleaned):
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+"""
+    done = pytest_of(test)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_sigterm_ends_a_fork_of_a_test_at_once(pytest_of: Run) -> None:
+    done = pytest_of("""
+def test_forks():
+    if not (pid := os.fork()):
+        signal.pause()
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+""")
+    assert done.returncode == 0, done.stdout
+
+
+def test_forks_of_a_warm_interpreter_end_with_it(tmp_path: Path) -> None:
+    warm = Interpreter(sys.executable, [], tmp_path / "log", os.environ)
+    with contextlib.closing(warm), (tmp_path / "out").open("wb") as out:
+        fork = Fork(warm, ["-c", "import signal; signal.pause()"], out)
+        warm.close()  # as when the process of the tests has ended
+        try:
+            eventually(lambda: not lives(fork.pid))
+        finally:
+            fork.end()
 
 
 def test_children_are_interrupted_though_the_run_began_in_the_background(pytest_of: Run) -> None:
