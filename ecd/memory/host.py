@@ -243,7 +243,7 @@ class HostPool:
         for name in map(Path, self.directory.names()):
             if name.stem == self._incarnation and name.suffix not in kept:
                 self.directory.unlink(name.name)
-        self.directory.close()
+        self.directory.close(keep=bool(kept))
 
 
 def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:

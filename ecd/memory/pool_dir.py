@@ -38,7 +38,7 @@ class PoolError(Exception):
 
 
 class PoolDir:
-    """The daemon's directory, locked as long as it is open."""
+    """The daemon's directory, locked as long as it is open, or as files are left in it."""
 
     def __init__(self, shm_dir: str, name: str, gid: int | None = None) -> None:
         """Make the directory, or take the one that is there if it is this user's alone.
@@ -141,8 +141,14 @@ class PoolDir:
         """Set the directory's time: it is in use."""
         os.utime(self._fd)
 
-    def close(self) -> None:
-        """Release the directory, and remove it if it is empty: foreign files stay."""
+    def close(self, *, keep: bool = False) -> None:
+        """Release the directory, and remove it if it is empty: foreign files stay.
+
+        With `keep` it stays locked until the process ends: the next daemon is to find the files,
+        and until then Mooncake may write what it still reads from other nodes.
+        """
+        if keep:
+            return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK_NAME, dir_fd=self._fd)
         with contextlib.suppress(OSError):

@@ -132,6 +132,12 @@ EDITED = {
             "        del self._transfers._mooncake, self._engine\n",
         ),
     ),
+    "a pool is left before its process has ended": Bug(
+        "nodes",
+        "integration/test_warm_restart.py::test_the_next_daemon_gets_the_pool_when_the_process_of_"
+        "the_last_has_ended",
+        Edit("ecd/memory/host.py", "close(keep=bool(kept))", "close()"),
+    ),
     "a claimed key is reserved": Bug(
         "reading-without-a-call",
         CACHE,

@@ -182,8 +182,6 @@ def story(world: World) -> Iterator[Any]:
     yield "its memory", value_of(arrived, "a transfer from the new life")
     yield "not the life before", read("a", (0, PAGE), (PAGE, PAGE))
     yield "this life", read("b", (0, PAGE), (0, 2 * MIB))
-    world.ask("peer", "close")
-    yield "closed", transfer(base, PAGE)
 
 
 def test_they_read_as_mooncake_does(tmp_path: Path) -> None:

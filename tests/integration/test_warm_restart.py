@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,7 @@ def test_files_stay_for_the_next_start_alone(make_daemon: MakeDaemon) -> None:
         ".index",
         ".sessions",
         ".pins",
+        "",  # the lock, which the process had until its end
     }
     daemon.start()
     os.kill(daemon.pid, signal.SIGINT)
@@ -436,6 +438,32 @@ def test_a_start_that_is_told_to_end_leaves_what_it_found(
     daemon.start()
     check_all(daemon, sizes)
     daemon.check_nothing_leaked()
+
+
+def test_the_next_daemon_gets_the_pool_when_the_process_of_the_last_has_ended(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """Until then Mooncake may write to it what it still reads from other nodes."""
+    gate, next_one = tmp_path / "gate", make_daemon()
+    os.mkfifo(gate)
+    daemon = make_daemon()
+    daemon.command = changed(
+        "import os, ecd.commands",
+        "end_process = ecd.commands.end_process",
+        f"wait = lambda: os.read(os.open({str(gate)!r}, os.O_RDONLY), 1)",
+        "ecd.commands.end_process = lambda code: wait() and end_process(code)",
+    )
+    with Client(daemon.start().address) as client:
+        put(client, "k", 1000)
+    next_one.name, next_one.shm = daemon.name, daemon.shm
+    with ThreadPoolExecutor(1) as side:
+        ended = side.submit(daemon.terminate)
+        with gate.open("wb") as opened:  # once all but the process has ended
+            next_one.start(wait=False)
+            eventually(lambda: f"another daemon (pid {daemon.pid}) uses" in next_one.text())
+            opened.write(b"x")
+        assert ended.result(HANG_S) == 0
+    check_all(next_one.start(), {"k": 1000})
 
 
 def test_nothing_is_to_be_removed_where_nothing_else_lies(

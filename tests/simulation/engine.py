@@ -73,7 +73,7 @@ class Engines:
 
     def _serve(self, transfer: Transfer, start: int, end: int, is_last: bool = False) -> None:
         """Copy a part. A cut network or a stopped process is asked again until the read is over."""
-        if transfer.progress is not Progress.UNDER_WAY or not transfer.reader.is_open:
+        if transfer.progress is not Progress.UNDER_WAY or not transfer.reader.process.alive:
             return
         source, reader = self.answering.get(transfer.engine), transfer.reader
         if source is None and self.network.rng.random() < 0.5:
@@ -134,7 +134,7 @@ class SimulatedEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether its reads may go on: they stay as they are once it is closed."""
+        """Whether its reads may end: they stay open once it is closed, and may still write."""
         return self.process.alive and not self.reads.is_closed
 
     def has(self, address: int, nbytes: int) -> bool:

@@ -102,9 +102,9 @@ class EngineSteps:
     async def close(self) -> None:
         self._engine.close()
 
-    async def left(self) -> list[Any]:
-        """Which of the reads that were begun have ended, and the targets."""
-        return [[reading.ended.done() for _, reading in self._readings], self._crc(0, NBYTES)]
+    async def left(self) -> list[bool]:
+        """Which of the reads that were begun have ended."""
+        return [reading.ended.done() for _, reading in self._readings]
 
     def _begin(self, letter: str, *extents: list[Any]) -> None:
         self._memory[:] = bytes(NBYTES)
@@ -134,7 +134,7 @@ def started(settings: EngineSettings, endpoint: str) -> ReadEngine:
             engine = ReadEngine(settings, b"i" * 16)
             if endpoint in ("", engine.endpoint):
                 return engine
-            engine.close()
+            del engine._transfers._mooncake, engine._engine  # it frees the ports
         return None
 
     return value_of(attempt, "an engine on these ports")

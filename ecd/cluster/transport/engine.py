@@ -138,7 +138,7 @@ class ReadEngine:
             raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 
     def close(self) -> None:
-        """Read no more; reads that are not over stay open. Peers read until the process ends."""
+        """Read no more. What is under way goes on until the process ends; so do peers' reads."""
         self.reads.close()
         _ended.append(self)
 
