@@ -41,7 +41,7 @@ from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.fetching import MediaFetcher
 from ecd_client.vllm.middleware.hop.headers import Headers
 from ecd_client.vllm.middleware.kinds import kinds_of
-from ecd_client.vllm.middleware.media import Found, Look, Medium
+from ecd_client.vllm.middleware.media import FoundMedium, Look, Medium
 from ecd_client.vllm.middleware.naming import Names
 from ecd_client.vllm.middleware.outline import Outline, Update
 from ecd_client.vllm.middleware.outlines import Outlines, updates_of
@@ -162,7 +162,7 @@ for how, each in (("plain", config), ("--media-io-kwargs", with_kwargs)):
         [medium] = look.media
         expected, look.is_named = {medium.kind: [named(medium, names)]}, True
         placeholder = Placeholder.of(medium.kind, FIELDS[medium.kind])
-        look.found = [Found(medium, entry(medium.name), placeholder)]
+        look.found = [FoundMedium(medium, entry(medium.name), placeholder)]
         bare = hashed(json.loads(look.rewritten()), each)
         look.settle()
         brought = hashed(json.loads(look.body), each)
@@ -328,7 +328,7 @@ async def answered() -> Any:
     [medium] = look.media
     medium.name = "a name"
     placeholder = Placeholder.of("audio", FIELDS["audio"])
-    look.found.append(Found(medium, entry("a name"), placeholder))
+    look.found.append(FoundMedium(medium, entry("a name"), placeholder))
     answer = Answers(None, "model", announces_node=False).answer(look, "caller")
     item = answer["ec_transfer_params"]["a name"]
     return [item["item_indices"], item["metadata"]]
