@@ -19,7 +19,7 @@ from campaign.run import OWN_LANES, SHARED_LANES
 from support.processes import child
 from support.waiting import HANG_S
 
-SECONDS = float(os.environ.get("ECD_CAMPAIGN_S", "40"))
+SECONDS = float(os.environ.get("ECD_CAMPAIGN_S", "45"))
 LENIENT = {} if "ECD_CAMPAIGN_S" in os.environ else {"ECD_CAMPAIGN_SLACK_S": str(HANG_S)}
 """A short slice, beside other tests, asks only that each request ends."""
 BUG_SECONDS = 300
