@@ -962,7 +962,7 @@ else:
     del session
     client.wait_connected(HANG_S)
 gc.collect()
-"""
+""".replace("HANG_S", str(HANG_S))
 
 
 @pytest.mark.parametrize("end", ["closed", "broken"])

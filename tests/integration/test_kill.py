@@ -91,7 +91,7 @@ with Client(address) as client:
             if again != "again":
                 break
             client.wait_connected(HANG_S)
-"""
+""".replace("HANG_S", str(HANG_S))
 READER = """
 import os, random, sys
 from ecd_client import Client
@@ -117,7 +117,7 @@ with Client(address, namespace="n") as client:
                     assert seen == random.Random(key).randbytes(int(key.split("-")[2])), key
                     right += 1
         print(right, flush=True)
-"""
+""".replace("HANG_S", str(HANG_S))
 
 
 STEPS = "leftovers.py find", "leftovers.py entries", "recovery.py run", "leftovers.py remove"
