@@ -76,7 +76,7 @@ class TorchCuda:
 
     def _new_stream_of(self, number: int, device: int, kind: int) -> Any:
         """torch's object of a stream that it names so, as its `current_stream` makes them."""
-        return self._cuda.CudaStream(stream_id=number, device_index=device, device_type=kind)
+        return self._cuda.Stream(stream_id=number, device_index=device, device_type=kind)
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.get_device() if tensor.is_cuda else None
