@@ -138,9 +138,15 @@ class ReadEngine:
             raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 
     def close(self) -> None:
-        """Read no more. What is under way goes on until the process ends; so do peers' reads."""
+        """Read no more. Over tcp, transfers and peers' reads go on until the process ends.
+
+        A device might write for longer than the kernel keeps the lock of the pool.
+        """
         self.reads.close()
-        _ended.append(self)
+        if self.protocol == "tcp":
+            _ended.append(self)
+        else:
+            del self._transfers._mooncake, self._engine
 
 
 def end_process(code: int) -> None:
